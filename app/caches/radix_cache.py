@@ -1,0 +1,96 @@
+"""Prefix cache for models whose every layer attends to every token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.caches.base import BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
+from app.caches.registry import register_kv_cache
+from app.caches.tree.core import TreeCore
+from app.caches.tree.integrity import check_tree
+from app.caches.tree.lru import make_eviction_order
+from app.config.model_config import Component
+from app.core.keys import RadixKey
+from app.errors import LockedPageError
+
+
+class RadixCache(BasePrefixCache):
+    """One TreeCore over one pool; what the tree lets go of is freed through the allocator's port.
+
+    If the pool was lost, flushed or reopened since the last call, whatever that call is finds an empty cache: pages of
+    a dead pool are never served.
+    """
+
+    def __init__(self, deps: CacheDeps) -> None:
+        super().__init__(deps)
+        self._identity = deps.token_allocator.identity
+        self._live_tree = TreeCore(
+            capacity=deps.token_allocator.capacity,
+            page_size=deps.page_size,
+            order=make_eviction_order(deps.eviction_policy),
+            events=deps.events,
+        )
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        return True
+
+    @property
+    def evictable_pages(self) -> int:
+        return self._tree().evictable_pages
+
+    @property
+    def protected_pages(self) -> int:
+        return self._tree().protected_pages
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree, without the roots of namespaces."""
+        return self._tree().num_nodes
+
+    def match(self, key: RadixKey) -> MatchResult:
+        return self._tree().match(key)
+
+    def probe(self, key: RadixKey) -> int:
+        return self._tree().probe(key)
+
+    def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
+        return self._tree().lock(found.node)
+
+    def unlock(self, receipt: LockReceipt) -> None:
+        self._tree().unlock(receipt)
+
+    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+        """As the base says. OwnershipError, and no change, if a page to adopt is cached already under other tokens."""
+        return self._tree().insert(key, pages)
+
+    def evict(self, num_pages: int) -> int:
+        pages = self._tree().evict(num_pages)
+        if pages.size:
+            self.token_allocator.free(pages)
+        return int(pages.size)
+
+    def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._tree().page_ids()
+
+    def reset(self) -> None:
+        self._identity = self.token_allocator.identity
+        self._live_tree.reset()
+
+    def flush(self) -> int:
+        tree = self._tree()
+        if tree.protected_pages:
+            raise LockedPageError(pages=tuple(tree.page_ids()[1].tolist()))
+        return self.evict(tree.evictable_pages)
+
+    def check_integrity(self) -> None:
+        check_tree(self._tree(), page_size=self.page_size)
+
+    def _tree(self) -> TreeCore:
+        """The tree, emptied first if its pages belonged to a pool that is gone."""
+        if self.token_allocator.identity != self._identity:
+            self.reset()
+        return self._live_tree
+
+
+register_kv_cache("radix_cache", RadixCache, components=[frozenset({Component.FULL})], builtin=True)

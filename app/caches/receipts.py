@@ -1,0 +1,44 @@
+"""Lock receipts: each is given out once, taken back once, and void after a reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from app.caches.base import LockReceipt
+from app.errors import StaleHandleError
+
+_Held = TypeVar("_Held")
+
+
+class ReceiptBook(Generic[_Held]):
+    """Which locks are out, and what each holds. `epoch` grows on every `void`."""
+
+    __slots__ = ("_held", "_next", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._held: dict[int, _Held] = {}
+        self._next = 0
+
+    def issue(self, held: _Held) -> LockReceipt:
+        number = self._next
+        self._next = number + 1
+        self._held[number] = held
+        return LockReceipt(self.epoch, number)
+
+    def redeem(self, receipt: LockReceipt) -> _Held:
+        """What the receipt held. StaleHandleError if it was given back before, or is from before a `void`."""
+        epoch, number = receipt
+        if epoch != self.epoch or number not in self._held:
+            raise StaleHandleError(what="lock receipt", held=(epoch, number), current=f"epoch {self.epoch}")
+        return self._held.pop(number)
+
+    def void(self) -> None:
+        """Every receipt that is out becomes stale."""
+        self.epoch += 1
+        self._held.clear()
+
+    def held(self) -> Iterator[_Held]:
+        """What is locked, once for every receipt that is out."""
+        return iter(self._held.values())

@@ -1,0 +1,197 @@
+"""The settings of one engine. Frozen; the command line's flags are generated from these fields.
+
+The text under a field is its help. Checks that need nothing but these settings run when the object is made, in the
+order of the fields and then of the pairs; what needs the model is in `app/config/checks.py`, and what needs the
+registered cache types in `app/config/cache_type.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from app.errors import CacheTypeConflictError, ConfigError
+
+DisaggregationMode = Literal["null", "prefill", "decode"]
+DType = Literal["auto", "float32", "bfloat16"]
+SchedulePolicy = Literal["fcfs", "lpm"]
+Device = Literal["auto", "cpu", "tpu"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
+EvictionPolicy = Literal["lru"]
+
+CHUNKING_OFF = -1
+MAX_PAGE_SIZE = 1024
+MAX_RUNNING_REQUESTS = 4096
+MAX_INT32 = 2**31 - 1
+MIN_POOL_PAGES = 2  # one page that can be shared, and room for the token after it
+
+
+def flag_of(field: str) -> str:
+    """The command line's name of a field."""
+    return "--" + field.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """Settings of one engine. A value that cannot be served raises ConfigError, which names the flag."""
+
+    model_path: str = ""
+    """GGUF file or Hugging Face folder; empty is the bundled SmolLM2-135M-Instruct."""
+
+    cache_type: str | None = None
+    """Prefix cache, by its registered name; by default the first one that covers the model."""
+
+    disaggregation_mode: DisaggregationMode = "null"
+    """Part that this node plays: null serves whole requests; decode nodes use chunk_cache."""
+
+    page_size: int = 16
+    """Tokens in a page, the unit in which KV is allocated, shared and evicted."""
+
+    tp_size: int = 1
+    """Tensor parallelism: devices over which heads and weights are split."""
+
+    dp_size: int = 1
+    """Data parallelism: engines side by side. Only 1 for now."""
+
+    max_running_requests: int = 16
+    """Requests that run at the same time; more wait in the queue."""
+
+    max_total_tokens: int | None = None
+    """Capacity of the KV pool in tokens, rounded down to whole pages; by default what memory allows."""
+
+    context_length: int | None = None
+    """Longest request, prompt and output together, in tokens; by default the model's."""
+
+    chunked_prefill_size: int = 512
+    """Most prompt tokens computed in one step; -1 computes whole prompts at once."""
+
+    dtype: DType = "auto"
+    """Type of weights and computation; auto is float32 on CPU and bfloat16 on TPU."""
+
+    kv_cache_dtype: DType = "auto"
+    """Type of cached keys and values; auto is that of the computation."""
+
+    schedule_policy: SchedulePolicy = "fcfs"
+    """Order of waiting requests: fcfs, first come first served; lpm, longest cached prefix first."""
+
+    random_seed: int = 0
+    """Seed from which requests without one of their own get theirs."""
+
+    device: Device = "auto"
+    """Where the model runs; auto takes a TPU if there is one."""
+
+    check_invariants: bool = False
+    """Check every invariant after every step; slow, for tests and debugging."""
+
+    log_level: LogLevel = "warning"
+    """Least severe log lines that are written, to stderr."""
+
+    log_format: LogFormat = "console"
+    """Form of log lines: console is for people, json is one object a line."""
+
+    disable_overlap: bool = False
+    """Run one step at a time instead of planning the next while one runs; for debugging."""
+
+    eviction_policy: EvictionPolicy = "lru"
+    """Which unlocked cached pages go first when room is needed."""
+
+    def __post_init__(self) -> None:
+        for field, accepts, allowed in _RULES:
+            value = getattr(self, field)
+            if not accepts(value):
+                raise ConfigError(field=flag_of(field), value=value, allowed=allowed)
+        if self.max_total_tokens is not None:
+            self._check_pool(self.max_total_tokens)
+
+    def _check_pool(self, max_total_tokens: int) -> None:
+        """What depends on the size of the pool, where it is given."""
+        num_pages = max_total_tokens // self.page_size
+        if num_pages < MIN_POOL_PAGES:
+            raise CacheTypeConflictError(
+                field="--max-total-tokens",
+                value=max_total_tokens,
+                other_field="--page-size",
+                other_value=self.page_size,
+                allowed=f"the pool needs at least {MIN_POOL_PAGES} pages, {MIN_POOL_PAGES * self.page_size} tokens",
+            )
+        pool_tokens = num_pages * self.page_size
+        if self.context_length is not None and self.context_length > pool_tokens:
+            raise CacheTypeConflictError(
+                field="--context-length",
+                value=self.context_length,
+                other_field="--max-total-tokens",
+                other_value=max_total_tokens,
+                allowed=f"{num_pages} whole pages of {self.page_size} tokens hold {pool_tokens}, less than one request",
+            )
+
+
+class _Rule(NamedTuple):
+    """What one field accepts: a test, and the same in words."""
+
+    field: str
+    accepts: Callable[[object], bool]
+    allowed: str
+
+
+def _text(field: str) -> _Rule:
+    return _Rule(field, lambda value: isinstance(value, str), "text")
+
+
+def _text_or_none(field: str) -> _Rule:
+    return _Rule(field, lambda value: value is None or isinstance(value, str), "text")
+
+
+def _switch(field: str) -> _Rule:
+    return _Rule(field, lambda value: isinstance(value, bool), "True or False")
+
+
+def _one_of(field: str, literal: object) -> _Rule:
+    choices = get_args(literal)
+    return _Rule(field, lambda value: value in choices, f"one of {', '.join(choices)}")
+
+
+def _whole(field: str, low: int, high: int) -> _Rule:
+    # `type is int`: True counts as 1 for isinstance, and is a mistake here.
+    return _Rule(field, lambda value: type(value) is int and low <= value <= high, f"a whole number, {low} to {high}")
+
+
+def _whole_or_none(field: str, low: int, high: int) -> _Rule:
+    rule = _whole(field, low, high)
+    return rule._replace(accepts=lambda value: value is None or rule.accepts(value))
+
+
+def _chunk_size(field: str) -> _Rule:
+    rule = _whole(field, CHUNKING_OFF, MAX_INT32)
+    allowed = f"a whole number, 1 to {MAX_INT32}, or {CHUNKING_OFF} to compute whole prompts at once"
+    return _Rule(field, lambda value: rule.accepts(value) and value != 0, allowed)
+
+
+def _only_one(field: str) -> _Rule:
+    rule = _whole(field, 1, 1)
+    return rule._replace(allowed="1; more than one is not yet supported")
+
+
+_RULES: tuple[_Rule, ...] = (
+    _text("model_path"),
+    _text_or_none("cache_type"),
+    _one_of("disaggregation_mode", DisaggregationMode),
+    _whole("page_size", 1, MAX_PAGE_SIZE),
+    _whole("tp_size", 1, MAX_INT32),
+    _only_one("dp_size"),
+    _whole("max_running_requests", 1, MAX_RUNNING_REQUESTS),
+    _whole_or_none("max_total_tokens", 1, MAX_INT32),
+    _whole_or_none("context_length", 2, MAX_INT32),
+    _chunk_size("chunked_prefill_size"),
+    _one_of("dtype", DType),
+    _one_of("kv_cache_dtype", DType),
+    _one_of("schedule_policy", SchedulePolicy),
+    _whole("random_seed", 0, 2**32 - 1),
+    _one_of("device", Device),
+    _switch("check_invariants"),
+    _one_of("log_level", LogLevel),
+    _one_of("log_format", LogFormat),
+    _switch("disable_overlap"),
+    _one_of("eviction_policy", EvictionPolicy),
+)

@@ -1,0 +1,142 @@
+"""The composition root: every provider of an engine, by name. The only place where the parts meet.
+
+    container = build_container(ServerArgs(cache_type="radix_cache"))
+    cache = container.tree_cache()        # one finished object; loads no weights
+    scheduler = container.scheduler()     # opens the runtime: weights, pool
+    container.shutdown_resources()        # closes it, for good
+
+To swap a part, override its provider before anything is built: see app/providers/testing.py.
+"""
+
+from __future__ import annotations
+
+from dependency_injector import containers, providers
+
+from app.caches.base import BasePrefixCache, CacheDeps
+from app.caches.builtin import load_builtin_caches, load_entry_points
+from app.caches.registry import CacheTypeRegistry, SealedCacheTypeRegistry, default_registry
+from app.config.cache_type import check_combination, resolve_cache_type
+from app.config.server_args import ServerArgs
+from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
+from app.memory.req_to_token_pool import ReqToTokenPool
+from app.models.checkpoint import Progress
+from app.models.model_runner import LlamaModelRunner
+from app.providers import model, sizing
+from app.providers.cache_arms import cache_arms
+from app.providers.lifecycle import Lifecycle, local_runtime
+from app.runtime.local import new_identity
+from app.runtime.row_sampling import RowSampling
+from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.finish import FinishRule
+from app.scheduling.scheduler import Scheduler
+from app.text.detokenizer import IncrementalDetokenizer
+from app.text.tokenizer import load_tokenizer
+from app.tpu.kv_pool import MHATokenToKVPool
+from app.tpu.mesh import make_mesh
+
+# Every object is built once; ThreadSafe, because servers ask from several threads.
+Once = providers.ThreadSafeSingleton
+
+
+class EngineContainer(containers.DeclarativeContainer):
+    """A table, not a class: methods would vanish from its instances. Build it with `build_container`."""
+
+    server_args = providers.Dependency(instance_of=ServerArgs)
+    registry = providers.Dependency(instance_of=SealedCacheTypeRegistry)
+    progress: providers.Provider[Progress | None] = providers.Object(None)
+    lifecycle = Once(Lifecycle)
+
+    # What is served
+    checkpoint = Once(model.open_model, server_args.provided.model_path, progress)
+    base_model_config = Once(lambda checkpoint: checkpoint.model_config, checkpoint)
+    model_config = Once(sizing.served_model, server_args, base_model_config)
+    cache_type = Once(
+        resolve_cache_type, server_args, model_config, registry.provided.components_by_type.call()
+    )
+    tokenizer = Once(load_tokenizer, checkpoint.provided.folder)
+    detokenizer = Once(IncrementalDetokenizer, tokenizer)
+
+    # Where it runs
+    page_size = server_args.provided.page_size
+    platform = Once(model.resolve_platform, server_args.provided.device)
+    tp_size = server_args.provided.tp_size
+    tp_rank = providers.Object(0)  # of this process on the mesh's tensor axis: one process drives every device
+    mesh = Once(make_mesh, tp_size, platform)
+
+    # Memory
+    dtype = Once(sizing.computation_dtype, server_args, platform)
+    pool_dtype = Once(sizing.pool_dtype, server_args, platform, dtype)
+    page_spec = Once(sizing.page_spec, server_args, model_config, pool_dtype)
+    memory_bytes = Once(model.device_memory_bytes, platform)
+    pool_size = Once(sizing.pool_pages, server_args, model_config, page_spec, memory_bytes, dtype)
+    pool_spec = Once(sizing.with_pages, page_spec, pool_size)
+    device_pool = Once(MHATokenToKVPool, pool_spec, mesh)
+    token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, Once(new_identity))
+    req_to_token_pool = Once(
+        ReqToTokenPool,
+        num_rows=server_args.provided.max_running_requests,
+        max_pages=Once(sizing.pages_of_context, model_config, page_size),
+        mesh=mesh,
+    )
+
+    # The device side
+    model_runner = Once(
+        LlamaModelRunner, config=model_config, weights=checkpoint, mesh=mesh, dtype=dtype, progress=progress
+    )
+    row_sampling = Once(
+        RowSampling,
+        num_rows=server_args.provided.max_running_requests,
+        vocab_size=model_config.provided.vocab_size,
+        mesh=mesh,
+    )
+    runtime = providers.Resource(
+        local_runtime,
+        lifecycle,
+        allocator=token_allocator,
+        rows=req_to_token_pool,
+        sampling=row_sampling,
+        device_pool=device_pool,
+        model_runner=model_runner,
+    )
+
+    # The control side
+    events: providers.Provider[object] = providers.Object(None)
+    cache_deps = Once(
+        CacheDeps,
+        token_allocator=token_allocator.provided.port,
+        device_pool=device_pool,
+        page_size=page_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        eviction_policy=server_args.provided.eviction_policy,
+        events=events,
+    )
+    tree_cache: providers.Selector[BasePrefixCache] = providers.Selector(cache_type.provided.name)
+    scheduler_adapter = Once(SchedulerAdapter, tree_cache)
+    scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
+    finish_rule = Once(
+        FinishRule, eos_token_ids=tokenizer.provided.eos_token_ids, detokenizer=detokenizer
+    )
+    scheduler = Once(
+        Scheduler, adapter=scheduler_adapter, runtime=runtime, finish_rule=finish_rule, limits=scheduler_limits
+    )
+
+
+def build_container(
+    server_args: ServerArgs,
+    registry: CacheTypeRegistry = default_registry,
+    progress: Progress | None = None,
+) -> EngineContainer:
+    """An engine's container, with nothing built yet. Settings that exclude one another are refused here: ConfigError.
+
+    registry: where cache types are registered; a copy is sealed, so that later registrations serve later containers.
+    progress: told what is being loaded, and the fraction done.
+    """
+    load_builtin_caches()
+    load_entry_points(wanted=server_args.cache_type)
+    sealed = registry.seal()
+    check_combination(server_args, sealed.names())
+    container = EngineContainer(server_args=server_args, registry=providers.Object(sealed))
+    container.progress.override(providers.Object(progress))
+    container.tree_cache.set_providers(**cache_arms(sealed, container.cache_deps))
+    return container

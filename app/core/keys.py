@@ -1,0 +1,86 @@
+"""The one key by which cached pages are found, in every tier and in every event.
+
+Two requests may share pages only if their namespaces are equal field by field and their tokens are equal up to there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import blake3
+import numpy as np
+
+TOKEN_BYTES = 4
+
+
+class Namespace(NamedTuple):
+    """What keeps equal tokens apart. Each field has its own place, so no two spellings of it can collide.
+
+    None means "not given" and differs from the empty string and from any other value.
+    """
+
+    adapter: str | None = None
+    salt: str | None = None
+    extra_key: str | None = None
+    dp_rank: int = 0
+
+    def seed(self) -> bytes:
+        """32 bytes that start this namespace's page hash chain. Injective: every field is length-prefixed and typed."""
+        hasher = blake3.blake3(b"tpukv.namespace.v1")
+        for field in (self.adapter, self.salt, self.extra_key):
+            encoded = b"\x00" if field is None else b"\x01" + field.encode("utf-8", "surrogatepass")
+            hasher.update(len(encoded).to_bytes(8, "little") + encoded)
+        hasher.update(self.dp_rank.to_bytes(8, "little", signed=True))
+        return hasher.digest()
+
+
+DEFAULT_NAMESPACE = Namespace()
+
+
+class RadixKey:
+    """Tokens within a namespace, held as the bytes of one int32 buffer so that comparing an edge is one memcmp.
+
+    `raw` is 4 bytes a token, in native order. Build it once per request and pass it on; cutting is `head`.
+    """
+
+    __slots__ = ("namespace", "num_tokens", "raw")
+
+    def __init__(self, raw: bytes, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
+        self.raw = raw
+        self.num_tokens = len(raw) // TOKEN_BYTES
+        self.namespace = namespace
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE) -> RadixKey:
+        """`token_ids`: (num_tokens,) int32. Copies once: O(num_tokens)."""
+        if token_ids.dtype != np.int32:
+            raise TypeError(f"token_ids must be int32, not {token_ids.dtype}")
+        return cls(token_ids.tobytes(), namespace)
+
+    def tokens(self) -> np.ndarray:
+        """(num_tokens,) int32, read-only view."""
+        return np.frombuffer(self.raw, np.int32)
+
+    def head(self, num_tokens: int) -> RadixKey:
+        """The key of the first `num_tokens` tokens."""
+        return RadixKey(self.raw[: num_tokens * TOKEN_BYTES], self.namespace)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __repr__(self) -> str:
+        return f"RadixKey({self.num_tokens} tokens, {self.namespace})"
+
+
+def page_hashes(parent: bytes, raw: bytes, page_size: int) -> list[bytes]:
+    """The hash chain of `raw`'s whole pages, one 32-byte blake3 a page.
+
+    `parent` is the hash of the page before, or the namespace's seed at the root; so a hash names a page's tokens and
+    everything before it, within its namespace. O(len(raw)).
+    """
+    step = page_size * TOKEN_BYTES
+    hashes = []
+    for begin in range(0, len(raw) - step + 1, step):
+        parent = blake3.blake3(parent + raw[begin : begin + step]).digest()
+        hashes.append(parent)
+    return hashes

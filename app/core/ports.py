@@ -1,0 +1,176 @@
+"""What one side sees of the other. Small protocols; nothing here has code.
+
+Caches see `TokenAllocator` and `DevicePool`; scheduling sees `Detokenizer`; a runtime sees `ModelRunner`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from app.core.handles import CacheIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """The shape of a KV pool. Pages 1..num_pages are usable; page 0 is padding and belongs to nobody."""
+
+    num_pages: int
+    page_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int  # over all tensor-parallel ranks, after replication
+    head_dim: int
+    dtype: str  # element type as stored: "float32", "bfloat16", or "bfloat16_bits" (uint16 holding bfloat16)
+
+    @property
+    def bytes_per_element(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, keys and values of every layer together."""
+        elements = 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim
+        return elements * self.bytes_per_element
+
+
+class DevicePool(Protocol):
+    """The device pool as control may see it: its shape, never its arrays."""
+
+    @property
+    def spec(self) -> PoolSpec: ...
+
+
+class TokenAllocator(Protocol):
+    """Control's face of the page allocator. Memory of the control side only: no call here reaches a runtime.
+
+    Allocation is not on this port: only `prepare_batch` allocates, and its answer names the pages.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Usable pages: ids 1..capacity."""
+        ...
+
+    @property
+    def identity(self) -> CacheIdentity:
+        """The pool to which page ids belong now. When it changes, every page id from before means nothing."""
+        ...
+
+    def free(self, pages: np.ndarray) -> None:
+        """Give pages back: (n,) int32. Ownership is checked at once; the pages are recorded for the next plan.
+
+        Raises ForeignPageError or DoubleFreeError and changes nothing then. O(n).
+        """
+        ...
+
+    def recorded_frees(self) -> np.ndarray:
+        """(n,) int32: freed pages that no prepared batch has applied yet. Put them into the next plan."""
+        ...
+
+    def available(self) -> int:
+        """Pages that the next prepare may hand out: free ones and recorded ones."""
+        ...
+
+    def free_page_ids(self) -> np.ndarray:
+        """(n,) int32: pages that nobody holds. O(capacity); for the ledger, not for serving."""
+        ...
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """(num_tokens,) int32; adds no token of its own; special tokens in the text are recognised."""
+        ...
+
+    def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str: ...
+
+
+class DetokenizerStream(Protocol):
+    """The text of one request, token by token. Concatenated deltas equal the decoding of all ids."""
+
+    def push(self, token_ids: list[int]) -> str:
+        """The text that has become final with these tokens; never half a character."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end, once."""
+        ...
+
+
+class Detokenizer(Protocol):
+    def stream(self, *, skip_special_tokens: bool = True) -> DetokenizerStream: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """One token for each of B rows (B is a bucket; padding rows have length 0).
+
+    token_ids: (B,) int32, the token whose KV is written by this step.
+    lengths: (B,) int32, tokens in the row including this one; its position is length - 1; 0 marks padding.
+    page_table: (B, max_pages) int32 page ids in token order; 0 where there is none.
+    Device arrays.
+    """
+
+    token_ids: Any
+    lengths: Any
+    page_table: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendInputs:
+    """A chunk of prompt for each of S rows, packed without gaps into T tokens (T and S are buckets).
+
+    token_ids: (T,) int32, rows one after another; padding at the end.
+    chunk_starts: (S,) int32, index of each row's first token in token_ids.
+    chunk_lengths: (S,) int32, tokens of each row in this step; 0 marks a padding row.
+    prefix_lengths: (S,) int32, tokens of the row whose KV is already in the pool.
+    page_table: (S, max_pages) int32, covering prefix_lengths + chunk_lengths.
+    max_chunk: the bucket that every chunk_length fits in; static.
+    Device arrays except max_chunk.
+    """
+
+    token_ids: Any
+    chunk_starts: Any
+    chunk_lengths: Any
+    prefix_lengths: Any
+    page_table: Any
+    max_chunk: int
+
+
+class ModelRunner(Protocol):
+    """The model as a runtime calls it. Buffers are the pool's arrays; they are donated and come back replaced.
+
+    Both calls write the new tokens' KV first and attend after, dispatch and return at once, and may raise what the
+    device raised. Logits are (rows, vocab_size) float32: of each row's last token.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def load(self) -> None:
+        """Bring weights to the device. Idempotent."""
+        ...
+
+    def decode(self, buffers: Any, inputs: DecodeInputs) -> tuple[Any, Any]:
+        """-> (buffers, logits (B, vocab_size))"""
+        ...
+
+    def extend(self, buffers: Any, inputs: ExtendInputs) -> tuple[Any, Any]:
+        """-> (buffers, logits (S, vocab_size))"""
+        ...
+
+    def close(self) -> None:
+        """Drop the weights."""
+        ...

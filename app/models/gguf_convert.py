@@ -1,0 +1,214 @@
+"""A GGUF file -> the files of a Hugging Face folder.
+
+Weights are dequantised to float32 and named as in Hugging Face; llama's query and key rows, which GGUF stores
+interleaved, go back to the half-rotation order that the rest of the project computes with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from app.errors import ConfigError
+from app.models.gguf_file import GgufFile
+from app.models.gguf_metadata import GgufMetadata
+from app.models.gguf_rope import FACTORS_TENSOR, scaling_from_factors, scaling_from_metadata
+from app.models.gguf_tokenizer import build_tokenizer, end_token_ids, tokenizer_config
+from app.models.hf_config import model_config_from_hf
+from app.models.weight_files import INDEX_FILE, SINGLE_FILE
+
+_SHARD_BYTES = 1 << 30  # what conversion keeps in memory at a time
+_DEFAULT_ROPE_THETA = 10_000.0  # where a file has none
+
+_TOP_LEVEL = {  # name in GGUF -> name in Hugging Face
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_PER_LAYER = {  # after "blk.N." -> after "model.layers.N."
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_QKV_BIAS = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+_QK_NORM = {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """What differs between the architectures that can be converted."""
+
+    class_name: str
+    layer_extras: Mapping[str, str]  # tensors of a layer beyond _PER_LAYER
+    interleaved_rope: bool  # query and key rows need un-permuting
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(class_name="LlamaForCausalLM", layer_extras={}, interleaved_rope=True),
+    "qwen2": _Architecture(class_name="Qwen2ForCausalLM", layer_extras=_QKV_BIAS, interleaved_rope=False),
+    "qwen3": _Architecture(class_name="Qwen3ForCausalLM", layer_extras=_QK_NORM, interleaved_rope=False),
+}
+
+
+class GgufModel:
+    """A GGUF file of a supported architecture: everything about it that can be refused has been checked."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises ConfigError for what is damaged or not supported, naming it."""
+        self._path = path
+        self._file = GgufFile(path)
+        name = self._file.metadata.text("general.architecture")
+        if name is None or name not in _ARCHITECTURES:
+            raise ConfigError(
+                field="general.architecture",
+                value=name,
+                allowed=f"GGUF files can be read for {', '.join(_ARCHITECTURES)}; use a Hugging Face folder for others",
+            )
+        self._architecture = _ARCHITECTURES[name]
+        self.config = _hf_config(self._file, name, self._architecture.class_name)
+        self._shape = model_config_from_hf(self.config)
+        self._sources = self._tensor_sources()
+
+    @property
+    def float32_bytes(self) -> int:
+        """Bytes of all weights once they are float32."""
+        return sum(4 * int(np.prod(self._file.tensors[source].shape)) for source in self._sources.values())
+
+    def write(self, folder: Path, report: Callable[[str, float], None]) -> None:
+        """Write the five files (more, when the weights need several) into the existing, empty `folder`.
+
+        Memory: about 1 GiB of weights at a time. Raises OSError or SafetensorError when writing fails.
+        """
+        metadata = self._file.metadata
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
+        _write_json(folder / "generation_config.json", {"eos_token_id": self.config["eos_token_id"]})
+        _write_json(folder / "config.json", self.config)
+        self._write_weights(folder, report)
+
+    def _write_weights(self, folder: Path, report: Callable[[str, float], None]) -> None:
+        shards = self._shards()
+        names = [SINGLE_FILE] if len(shards) == 1 else _shard_names(len(shards))
+        done, total = 0, len(self._sources)
+        for file_name, targets in zip(names, shards, strict=True):
+            tensors = {}
+            for target in targets:
+                tensors[target] = self._tensor(target)
+                done += 1
+                report("converting weights", done / total)
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {target: name for name, targets in zip(names, shards, strict=True) for target in targets}
+            _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
+
+    def _shards(self) -> list[list[str]]:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for target, source in self._sources.items():
+            size = 4 * int(np.prod(self._file.tensors[source].shape))
+            if shards[-1] and filled + size > _SHARD_BYTES:
+                shards.append([])
+                filled = 0
+            shards[-1].append(target)
+            filled += size
+        return shards
+
+    def _tensor(self, target: str) -> np.ndarray:
+        source = self._sources[target]
+        tensor = self._file.tensor(source)
+        if self._architecture.interleaved_rope and source.endswith("attn_q.weight"):
+            tensor = half_rotation_rows(tensor, self._shape.num_heads)
+        if self._architecture.interleaved_rope and source.endswith("attn_k.weight"):
+            tensor = half_rotation_rows(tensor, self._shape.num_kv_heads)
+        return np.ascontiguousarray(tensor, dtype=np.float32)
+
+    def _tensor_sources(self) -> dict[str, str]:
+        """Name in Hugging Face -> name in GGUF. Raises ConfigError for a tensor too few or too many."""
+        per_layer = {**_PER_LAYER, **self._architecture.layer_extras}
+        expected = {_TOP_LEVEL[name]: name for name in _TOP_LEVEL}
+        for layer in range(self._shape.num_layers):
+            expected.update({f"model.layers.{layer}.{per_layer[name]}": f"blk.{layer}.{name}" for name in per_layer})
+        if self._shape.tie_word_embeddings:
+            del expected["lm_head.weight"]
+        missing = sorted(set(expected.values()) - self._file.tensors.keys())
+        unknown = sorted(self._file.tensors.keys() - set(expected.values()) - {FACTORS_TENSOR})
+        if missing or unknown:
+            raise ConfigError(
+                field="model_path",
+                value=str(self._path),
+                allowed=f"does not have the tensors of its architecture: missing {missing[:4]}, unknown {unknown[:4]}",
+            )
+        return expected
+
+
+def half_rotation_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """(num_heads * head_dim, width) with rotary pairs in rows 2i, 2i + 1 of a head -> in rows i, i + head_dim / 2."""
+    rows, width = weight.shape
+    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
+    return pairs.swapaxes(1, 2).reshape(rows, width)
+
+
+def _hf_config(file: GgufFile, name: str, class_name: str) -> dict[str, Any]:
+    metadata = file.metadata
+    _refuse_variants(metadata, name)
+    embedding = file.tensors.get("token_embd.weight")
+    theta = _shortest(metadata.number(f"{name}.rope.freq_base"))
+    return {
+        "architectures": [class_name],
+        "model_type": name,
+        "vocab_size": None if embedding is None else embedding.shape[0],
+        "hidden_size": metadata.whole(f"{name}.embedding_length"),
+        "intermediate_size": metadata.whole(f"{name}.feed_forward_length"),
+        "num_hidden_layers": metadata.whole(f"{name}.block_count"),
+        "num_attention_heads": metadata.whole(f"{name}.attention.head_count"),
+        "num_key_value_heads": metadata.whole(f"{name}.attention.head_count_kv"),
+        "head_dim": metadata.whole(f"{name}.attention.key_length") or metadata.whole(f"{name}.rope.dimension_count"),
+        "max_position_embeddings": metadata.whole(f"{name}.context_length"),
+        "rms_norm_eps": _shortest(metadata.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, name, theta),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": metadata.whole("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end_token_ids(metadata),
+        "torch_dtype": "float32",
+    }
+
+
+def _refuse_variants(metadata: GgufMetadata, name: str) -> None:
+    """Things that the architecture's name covers and that cannot be served."""
+    experts = metadata.whole(f"{name}.expert_count")
+    if experts:
+        raise ConfigError(field=f"{name}.expert_count", value=experts, allowed="models without experts")
+    if not metadata.texts("tokenizer.ggml.tokens"):
+        raise ConfigError(field="tokenizer.ggml.tokens", value=None, allowed="a GGUF file that has its tokenizer")
+
+
+def _rope_scaling(file: GgufFile, name: str, theta: float | None) -> dict[str, Any] | None:
+    if FACTORS_TENSOR in file.tensors:
+        return scaling_from_factors(file.tensor(FACTORS_TENSOR), _DEFAULT_ROPE_THETA if theta is None else theta)
+    return scaling_from_metadata(file.metadata, name)
+
+
+def _shortest(value: float | None) -> float | None:
+    """The decimal that was meant: 1e-05, where float32 widened to float64 reads 9.999999747378752e-06."""
+    return None if value is None else float(str(np.float32(value)))
+
+
+def _shard_names(count: int) -> list[str]:
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

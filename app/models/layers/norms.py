@@ -1,0 +1,13 @@
+"""Root-mean-square normalisation (arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """(..., width) and (width,) -> (..., width) in x's type; computed in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)

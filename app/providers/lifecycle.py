@@ -1,0 +1,58 @@
+"""Opening and closing the one runtime of a container."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from app.core.ports import ModelRunner
+from app.errors import RuntimeClosedError
+from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
+from app.memory.req_to_token_pool import ReqToTokenPool
+from app.runtime.local import LocalRuntime, OwnedPool
+from app.runtime.row_sampling import RowSampling
+
+
+class Lifecycle:
+    """Whether a container may still be used. Once closed it stays closed: nothing opens a second runtime unnoticed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runtime: LocalRuntime | None = None
+        self._closed = False
+
+    def open(self, runtime: LocalRuntime) -> LocalRuntime:
+        """Open `runtime`, or return the one that is open. Safe from several threads. RuntimeClosedError once closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeClosedError(action="open the runtime")
+            if self._runtime is None:
+                runtime.open()
+                self._runtime = runtime
+            return self._runtime
+
+    def close(self) -> None:
+        """Close what is open, for good. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._runtime is not None:
+                self._runtime.close()
+
+
+def local_runtime(
+    lifecycle: Lifecycle,
+    *,
+    allocator: PagedTokenToKVPoolAllocator,
+    rows: ReqToTokenPool,
+    sampling: RowSampling,
+    device_pool: OwnedPool,
+    model_runner: ModelRunner,
+) -> Iterator[LocalRuntime]:
+    """The container's only Resource: an open runtime, closed by `shutdown_resources()` with all that it owns."""
+    runtime = LocalRuntime(
+        allocator=allocator, rows=rows, sampling=sampling, device_pool=device_pool, model_runner=model_runner
+    )
+    try:
+        yield lifecycle.open(runtime)
+    finally:
+        lifecycle.close()

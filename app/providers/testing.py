@@ -1,0 +1,68 @@
+"""Containers with parts swapped, for tests and for CI without an accelerator.
+
+    with overridden(ServerArgs(...), fake=True) as container:
+        scheduler = container.scheduler()
+
+Each call builds a container of its own, so the swapped parts reach the runtime and the caches alike and nothing of them
+is left afterwards. Overriding a provider of a container that was used already would leave its built parts as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dependency_injector import providers
+
+from app.caches.registry import CacheTypeRegistry, default_registry
+from app.config.model_config import ModelConfig
+from app.config.server_args import ServerArgs
+from app.containers import EngineContainer, build_container
+from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
+from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
+
+Override = Callable[[EngineContainer], providers.Provider[object]]
+"""Makes the provider that replaces another; it may refer to the container's other providers."""
+
+
+def fake_device_pool(container: EngineContainer) -> providers.Provider[object]:
+    """A device pool that enforces donation, for `overridden(args, device_pool=fake_device_pool)`."""
+    return providers.ThreadSafeSingleton(FakeDevicePool, container.pool_spec, container.mesh)
+
+
+def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:
+    """Overrides that need no model file: the fake pool, the hashing model, and a tokenizer of bytes."""
+    config = model or fake_model_config()
+    return {
+        "base_model_config": lambda _: providers.Object(config),
+        "device_pool": fake_device_pool,
+        "model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, config.vocab_size),
+        "tokenizer": lambda _: providers.ThreadSafeSingleton(ByteTokenizer, config.vocab_size),
+        "detokenizer": lambda _: providers.ThreadSafeSingleton(ByteDetokenizer),
+    }
+
+
+@contextmanager
+def overridden(
+    args: ServerArgs,
+    *,
+    fake: bool = False,
+    model: ModelConfig | None = None,
+    registry: CacheTypeRegistry = default_registry,
+    **overrides: Override,
+) -> Iterator[EngineContainer]:
+    """A fresh container with providers replaced by name; its runtime is shut down when the block is left.
+
+    fake: swap the device pool, the model and the tokenizer for fakes that need no file; `model` shapes the fake.
+    An unknown provider name is refused with an AttributeError that names it.
+    """
+    container = build_container(args, registry)
+    replaced = {**(fake_model(model) if fake else {}), **overrides}
+    for name, override in replaced.items():
+        container.providers[name].override(override(container))
+    try:
+        yield container
+    finally:
+        container.shutdown_resources()
+        container.lifecycle().close()
+        container.reset_override()

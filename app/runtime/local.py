@@ -1,0 +1,285 @@
+"""The runtime in the scheduler's own process: owner of the pools, the rows, the page table and the order of device work.
+
+Life of a batch:     prepare_batch --> PREPARED --> execute_batch --> RUNNING --> its handle is read --> over
+                                          `-----> discard_batch --> over
+
+When the device fails, the donated pool is gone: every step not yet read fails with it, the pool is made anew under the
+next generation, and whatever was prepared before is refused.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import structlog
+
+from app.core.batch import BatchPlan, PreparedBatch
+from app.core.handles import CacheIdentity, Generation, RuntimeId
+from app.core.ports import ModelRunner
+from app.errors import (
+    BatchOrderError,
+    IntegrityError,
+    OutOfPagesError,
+    OutOfRequestSlotsError,
+    RuntimeClosedError,
+    StaleHandleError,
+)
+from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
+from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta
+from app.runtime.dispatch import LentPool, StepDispatcher
+from app.runtime.row_sampling import RowSampling
+from app.runtime.step_handle import LocalStepHandle
+
+_log = structlog.get_logger(__name__)
+
+MAX_UNREAD_STEPS = 1  # earlier steps that need not be read when one is executed
+
+
+class OwnedPool(LentPool, Protocol):
+    """The device pool as its owner uses it."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reservation:
+    """What a prepared batch holds until it is executed or discarded."""
+
+    plan: BatchPlan
+    row_slots: np.ndarray  # (rows,) int32, admissions resolved
+    page_counts: np.ndarray  # (rows,) int32, pages that each row gained
+    deltas: list[TableDelta]
+
+
+class LocalRuntime:
+    """RuntimeInterface over arrays of this process. Single-threaded: the scheduler's thread calls it."""
+
+    def __init__(
+        self,
+        *,
+        allocator: PagedTokenToKVPoolAllocator,
+        rows: ReqToTokenPool,
+        sampling: RowSampling,
+        device_pool: OwnedPool,
+        model_runner: ModelRunner,
+    ) -> None:
+        self._allocator = allocator
+        self._rows = rows
+        self._sampling = sampling
+        self._pool = device_pool
+        self._runner = model_runner
+        self._dispatcher = StepDispatcher(
+            rows=rows,
+            sampling=sampling,
+            device_pool=device_pool,
+            model_runner=model_runner,
+            page_size=allocator.page_size,
+        )
+        self._is_open = False
+        self._was_open = False
+        self._prepared: OrderedDict[int, _Reservation] = OrderedDict()
+        self._unread: list[LocalStepHandle] = []  # dispatched, oldest first
+        self._carried: list[TableDelta] = []  # of discarded batches: rewrites that still hold
+        self._next_batch_id = 0
+
+    @property
+    def identity(self) -> CacheIdentity:
+        return self._allocator.identity
+
+    def open(self) -> None:
+        """Load the weights, allocate pool and tables. After `close`: everything older is stale."""
+        if self._is_open:
+            return
+        self._runner.load()
+        self._pool.open()
+        if self._was_open:
+            self._start_generation()
+        else:
+            self._rows.open()
+            self._sampling.open()
+        self._is_open = self._was_open = True
+
+    def close(self) -> None:
+        """Wait for dispatched steps, then drop every array, in the order of ownership. Idempotent."""
+        if not self._is_open:
+            return
+        for handle in list(self._unread):
+            handle.wait()
+        self._is_open = False
+        self._prepared.clear()
+        self._sampling.close()
+        self._rows.close()
+        self._pool.close()
+        self._runner.close()
+
+    def prepare_batch(self, plan: BatchPlan) -> PreparedBatch:
+        self._require_open("prepare_batch")
+        if plan.identity != self.identity:
+            raise StaleHandleError(what="plan for pool", held=tuple(plan.identity), current=tuple(self.identity))
+        self._check_handles(plan)
+        needs = self._page_needs(plan)
+        self._check_capacity(plan, int(needs.sum()))
+        return self._reserve(plan, needs)
+
+    def execute_batch(self, prepared: PreparedBatch) -> LocalStepHandle:
+        self._require_open("execute_batch")
+        self._check_turn(prepared)
+        reservation = self._prepared.pop(prepared.batch_id)
+        num_decodes = reservation.plan.decode_slots.size
+        handle = LocalStepHandle(
+            batch_id=prepared.batch_id,
+            num_rows=reservation.plan.num_rows,
+            extend_samples=reservation.plan.extend_samples,
+            identity=lambda: self.identity,
+            on_read=self._unread.remove,
+            on_failure=self._lose_pool,
+        )
+        self._unread.append(handle)
+        deltas, self._carried = [*self._carried, *reservation.deltas], []
+        try:
+            handle.started(self._dispatcher.run(reservation.plan, reservation.row_slots[num_decodes:], deltas))
+        except Exception as error:
+            # The device may raise anything; whatever it is, the pool was lent and is gone.
+            self._lose_pool(f"{type(error).__name__}: {error}")
+        return handle
+
+    def discard_batch(self, prepared: PreparedBatch) -> None:
+        self._require_open("discard_batch")
+        if prepared.identity != self.identity:
+            return  # the pool it reserved from is gone, and the reservation with it
+        if prepared.batch_id not in self._prepared:
+            raise BatchOrderError(batch_id=prepared.batch_id, reason="it was executed or discarded before")
+        if prepared.batch_id != next(reversed(self._prepared)):
+            raise BatchOrderError(batch_id=prepared.batch_id, reason="a later batch was prepared on top of it")
+        reservation = self._prepared.pop(prepared.batch_id)
+        self._allocator.give_back(prepared.pages)
+        self._rows.undo_append(reservation.row_slots, reservation.page_counts)
+        self._rows.release(prepared.admitted_slots)
+        self._carried += reservation.deltas
+
+    def check_integrity(self) -> None:
+        """Allocator and rows are sound, and every page that a row reads is held by somebody."""
+        self._allocator.check_integrity()
+        self._rows.check_integrity()
+        held = self._allocator.held_page_ids()
+        for slot in self._rows.slots_in_use().tolist():
+            stray = np.setdiff1d(self._rows.row_pages(slot), held)
+            # A page freed by control is read until the plan that says so: then its row has ended or been rewritten.
+            stray = np.setdiff1d(stray, self._allocator.recorded_page_ids())
+            if stray.size:
+                raise IntegrityError(owner="LocalRuntime", broken=f"row {slot} reads free pages {stray[:8].tolist()}")
+
+    # -- prepare -----------------------------------------------------------------------------------------------------
+
+    def _check_handles(self, plan: BatchPlan) -> None:
+        rows = self._rows
+        rows.check_handles(plan.release_slots, plan.release_generations)
+        rows.check_handles(plan.decode_slots, plan.decode_generations)
+        old = plan.extend_slots >= 0
+        rows.check_handles(plan.extend_slots[old], plan.extend_generations[old])
+        if plan.rewrites:
+            rows.check_handles(
+                np.array([rewrite.slot for rewrite in plan.rewrites], np.int32),
+                np.array([rewrite.generation for rewrite in plan.rewrites], np.int32),
+            )
+        for admission in plan.admissions:
+            self._allocator.check_held(admission.prefix_pages)
+
+    def _page_needs(self, plan: BatchPlan) -> np.ndarray:
+        """(rows,) int32 pages that each row lacks for its tokens of this step."""
+        prefix_counts = np.array([admission.prefix_pages.size for admission in plan.admissions], np.int32)
+        held = self._rows.page_counts
+        new = plan.extend_slots < 0
+        extend_held = held[np.where(new, 0, plan.extend_slots)]
+        extend_held[new] = prefix_counts[-1 - plan.extend_slots[new]]
+        page_size = self._allocator.page_size
+        decode_needs = plan.decode_positions // page_size + 1 - held[plan.decode_slots]
+        extend_needs = -(-(plan.extend_starts + plan.extend_lengths) // page_size) - extend_held
+        return np.maximum(np.concatenate([decode_needs, extend_needs]), 0).astype(np.int32)
+
+    def _check_capacity(self, plan: BatchPlan, pages_needed: int) -> None:
+        free_pages = self._allocator.num_free + plan.free_pages.size
+        if pages_needed > free_pages:
+            raise OutOfPagesError(need=pages_needed, free=free_pages)
+        free_slots = self._rows.num_free + plan.release_slots.size
+        if len(plan.admissions) > free_slots:
+            raise OutOfRequestSlotsError(need=len(plan.admissions), free=free_slots)
+
+    def _reserve(self, plan: BatchPlan, needs: np.ndarray) -> PreparedBatch:
+        rows = self._rows
+        self._allocator.apply_frees(plan.free_pages)  # the only thing here that can refuse, and it goes first
+        rows.release(plan.release_slots)
+        deltas = [rows.rewrite(rewrite) for rewrite in plan.rewrites]
+        admitted = rows.allocate(len(plan.admissions))
+        for slot, admission in zip(admitted.tolist(), plan.admissions, strict=True):
+            count = np.array([admission.prefix_pages.size], np.int32)
+            deltas.append(rows.append(np.array([slot], np.int32), count, admission.prefix_pages))
+            self._sampling.admit(slot, admission)
+        extend_slots = plan.extend_slots.copy()
+        new = extend_slots < 0
+        extend_slots[new] = admitted[-1 - extend_slots[new]]
+        row_slots = np.concatenate([plan.decode_slots, extend_slots])
+        pages = self._allocator.allocate(int(needs.sum()))
+        deltas.append(rows.append(row_slots, needs, pages))
+        batch_id = self._next_batch_id
+        self._next_batch_id += 1
+        self._prepared[batch_id] = _Reservation(plan=plan, row_slots=row_slots, page_counts=needs, deltas=deltas)
+        offsets = np.zeros(needs.size + 1, np.int32)
+        np.cumsum(needs, out=offsets[1:])
+        return PreparedBatch(
+            batch_id=batch_id,
+            identity=self.identity,
+            admitted_slots=admitted,
+            admitted_generations=rows.generations[admitted],
+            page_offsets=offsets,
+            pages=pages,
+            pages_left=self._allocator.num_free,
+            slots_left=rows.num_free,
+        )
+
+    # -- execute -----------------------------------------------------------------------------------------------------
+
+    def _check_turn(self, prepared: PreparedBatch) -> None:
+        if prepared.identity != self.identity:
+            raise StaleHandleError(
+                what="batch prepared for pool", held=tuple(prepared.identity), current=tuple(self.identity)
+            )
+        if prepared.batch_id not in self._prepared:
+            raise BatchOrderError(batch_id=prepared.batch_id, reason="it was executed or discarded before")
+        if prepared.batch_id != next(iter(self._prepared)):
+            raise BatchOrderError(batch_id=prepared.batch_id, reason="an earlier prepared batch comes first")
+        if len(self._unread) > MAX_UNREAD_STEPS:
+            raise BatchOrderError(batch_id=prepared.batch_id, reason="wait for an earlier step first")
+
+    def _lose_pool(self, reason: str) -> None:
+        """The device failed. Every step not yet read fails, and a new generation begins with empty pools."""
+        _log.error("pool_lost", reason=reason, unread_steps=len(self._unread))
+        for handle in self._unread:
+            handle.failed(reason)
+        self._pool.reset()
+        self._start_generation()
+
+    def _start_generation(self) -> None:
+        runtime_id, generation = self.identity
+        self._allocator.reset(CacheIdentity(runtime_id, Generation(generation + 1)))
+        self._prepared.clear()
+        self._carried.clear()
+        self._rows.reset()
+        self._sampling.reset()
+
+    def _require_open(self, action: str) -> None:
+        if not self._is_open:
+            raise RuntimeClosedError(action=action)
+
+
+def new_identity() -> CacheIdentity:
+    """The identity of a runtime that has not lived before."""
+    return CacheIdentity(RuntimeId(uuid.uuid4().hex[:12]), Generation(1))

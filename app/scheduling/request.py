@@ -1,0 +1,155 @@
+"""A request as the client states it, as the scheduler follows it, and as it ends."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from app.core.batch import BatchCompletion
+from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey
+from app.core.sampling import SamplingParams
+from app.scheduling.watched_text import WatchedText
+
+FinishReason = Literal["stop", "length", "abort", "capacity", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asks. `prompt_token_ids`: (num_tokens,) int32, at least one."""
+
+    request_id: str
+    prompt_token_ids: np.ndarray
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    namespace: Namespace = DEFAULT_NAMESPACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """The one terminal reply of a request.
+
+    token_ids: the output tokens; a stop token that ended the request is the last of them, its text is not in `text`.
+    cached_tokens: prompt tokens that were not computed because they were cached when the request was first admitted.
+    first_token_ns: from `add` to the first token being known on the host; None when there was none.
+    logprobs: of each output token when asked for; top_logprobs: per token, (token id, logprob) pairs, likeliest first.
+    error: why a request ended with finish_reason "capacity" or "error".
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason
+    first_token_ns: int | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    error: str | None = None
+
+
+class Status(enum.Enum):
+    """Where a request is. It reaches ENDED once, from anywhere."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"  # has a row; not all known tokens are computed yet
+    DECODE = "decode"  # has a row; every known token is computed or being computed
+    ENDED = "ended"
+
+
+class Sequence:
+    """A request being followed. Written by the scheduler alone.
+
+    Token counts, for a running sequence:
+        known     prompt and outputs that the host has read
+        computed  tokens whose KV a dispatched step writes (`Status.PREFILL`; the running table has it afterwards)
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_ns",
+        "cached_tokens",
+        "capacity_error",
+        "computed",
+        "dedup_waits",
+        "first_token_ns",
+        "generation",
+        "key",
+        "logprobs",
+        "output",
+        "owed",
+        "prompt",
+        "request",
+        "sampling",
+        "slot",
+        "status",
+        "text",
+        "top_logprobs",
+        "unpublished",
+    )
+
+    def __init__(self, request: Request, sampling: SamplingParams, arrival: int) -> None:
+        self.request = request
+        self.sampling = sampling
+        self.prompt = request.prompt_token_ids
+        self.key = RadixKey.of(self.prompt, request.namespace)  # of every known token when it waits
+        self.arrival = arrival
+        self.arrival_ns = time.monotonic_ns()
+        self.first_token_ns: int | None = None
+        self.status = Status.WAITING
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.slot = -1
+        self.generation = -1
+        self.computed = 0
+        self.owed = False  # retracted while a dispatched step still owes it a token
+        self.cached_tokens: int | None = None
+        self.capacity_error: str | None = None
+        self.dedup_waits = 0
+        self.unpublished = False  # has a row, and part of its prompt is not in the cache yet but will be
+        self.text: WatchedText | None = None  # only with stop strings
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def known(self) -> int:
+        return self.prompt.size + len(self.output)
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether each of its tokens must be looked at, beyond the ends that the running table knows."""
+        params = self.sampling
+        return bool(params.stop or params.stop_token_ids or params.logprobs is not None)
+
+    def tokens(self) -> np.ndarray:
+        """(known,) int32."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.array(self.output, np.int32)])
+
+    def rekey(self) -> None:
+        """Make `key` the key of every known token, as it is needed for the next admission."""
+        self.key = RadixKey.of(self.tokens(), self.request.namespace)
+
+    def note_first_token(self) -> None:
+        if self.first_token_ns is None:
+            self.first_token_ns = time.monotonic_ns() - self.arrival_ns
+
+    def add_logprobs(self, row: int, completion: BatchCompletion) -> None:
+        """Of the last output token, from its row in the step that sampled it."""
+        self.logprobs.append(float(completion.logprobs[row]))
+        count = self.sampling.logprobs or 0
+        ids = completion.top_token_ids[row, :count].tolist()
+        values = completion.top_logprobs[row, :count].tolist()
+        self.top_logprobs.append(list(zip(ids, values, strict=True)))
+
+    def settled_key(self, num_tokens: int) -> RadixKey:
+        """The key of the first `num_tokens` known tokens."""
+        if num_tokens <= self.key.num_tokens:
+            return self.key.head(num_tokens)
+        return RadixKey.of(self.tokens()[:num_tokens], self.request.namespace)

@@ -1,0 +1,88 @@
+"""The queue of requests that have no row, the order in which they get one, and who waits for another's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+from app.core.keys import TOKEN_BYTES
+from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.request import Sequence
+
+SchedulePolicy = Literal["fcfs", "lpm"]
+
+# Probing every waiting request costs O(prompt) each; past this many, arrival order is used (as SGLang does).
+LPM_QUEUE_LIMIT = 128
+
+
+class WaitingQueue:
+    """Sequences without a row, in arrival order. A retracted one comes back to its old place."""
+
+    def __init__(self, policy: SchedulePolicy, adapter: SchedulerAdapter) -> None:
+        self._sequences: dict[str, Sequence] = {}
+        self._adapter = adapter
+        orders: dict[SchedulePolicy, Callable[[list[Sequence]], list[Sequence]]] = {
+            "fcfs": _by_arrival,
+            "lpm": self._by_longest_prefix,
+        }
+        self._order = orders[policy]
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Idempotent."""
+        self._sequences.pop(sequence.request_id, None)
+
+    def in_order(self) -> list[Sequence]:
+        """Those that may be admitted now, first to be admitted first."""
+        return self._order([seq for seq in self._sequences.values() if not seq.owed])
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._sequences.values()))
+
+    def _by_longest_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
+        if len(sequences) > LPM_QUEUE_LIMIT or not self._adapter.reuses_prefixes:
+            return _by_arrival(sequences)
+        cached = {seq.request_id: self._adapter.probe(seq.key) for seq in sequences}
+        return sorted(sequences, key=lambda seq: (-cached[seq.request_id], seq.arrival))
+
+
+def _by_arrival(sequences: list[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda seq: seq.arrival)
+
+
+class InBatchDedup:
+    """Makes a request wait while another one computes the next page that it needs, instead of computing it twice.
+
+    Bounded: each request waits at most as many planning rounds as the prompt it waits for could take in chunks, twice.
+    """
+
+    def __init__(self, adapter: SchedulerAdapter, chunk_tokens: int) -> None:
+        self._adapter = adapter
+        self._page_bytes = adapter.page_size * TOKEN_BYTES
+        self._chunk_tokens = chunk_tokens
+
+    def should_wait(self, sequence: Sequence, computing: Iterable[Sequence]) -> bool:
+        """`computing`: sequences with a row whose prompt is not all published yet, those of this plan included."""
+        if not self._adapter.reuses_prefixes or sequence.dedup_waits >= self._limit(sequence):
+            return False
+        peers = [peer for peer in computing if peer.request.namespace == sequence.request.namespace]
+        if not peers:
+            return False
+        key = sequence.key
+        # A match never covers the last token, so the page must end before it.
+        wanted = (self._adapter.probe(key) // self._adapter.page_size + 1) * self._page_bytes
+        if wanted >= len(key.raw):
+            return False
+        head = key.raw[:wanted]
+        if not any(peer.key.raw.startswith(head) for peer in peers):
+            return False
+        sequence.dedup_waits += 1
+        return True
+
+    def _limit(self, sequence: Sequence) -> int:
+        return 2 + 2 * -(-sequence.known // self._chunk_tokens)

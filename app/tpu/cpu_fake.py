@@ -1,0 +1,219 @@
+"""Fakes of the device side for tests and dry runs on CPU: small, fast, and unforgiving.
+
+`FakeDevicePool` makes misuse of lent arrays visible on every backend. `FakeModelRunner` is a model whose every output
+depends on the contents of every page that it reads, so that one wrong page, position or stale slot changes the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from app.config.model_config import ModelConfig
+from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec
+from app.tpu.kv_pool import KVBuffers, MHATokenToKVPool, locate
+from app.tpu.mesh import make_mesh
+
+POISON = 12289  # exact in every stored type; finite, because a masked NaN would still spread
+LOGIT_SCALE = 16.0  # logits lie in [0, 16)
+
+
+def fake_model_config(*, vocab_size: int = 257, context_length: int = 2048) -> ModelConfig:
+    """The smallest model there is: its pool has one layer of one head with one element, two numbers a token."""
+    return ModelConfig(
+        architecture="fake",
+        vocab_size=vocab_size,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        context_length=context_length,
+    )
+
+
+class FakeDevicePool(MHATokenToKVPool):
+    """The real pool, with donation enforced: arrays that `take` lent are dead once `put` replaced them."""
+
+    def __init__(self, spec: PoolSpec, mesh: Mesh | None = None) -> None:
+        super().__init__(spec, mesh or make_mesh(1, "cpu"))
+        self._lent: KVBuffers | None = None
+
+    def take(self) -> KVBuffers:
+        self._lent = super().take()
+        return self._lent
+
+    def put(self, buffers: KVBuffers) -> None:
+        super().put(buffers)
+        kept = {id(array) for array in jax.tree.leaves(buffers)}
+        for array in jax.tree.leaves(self._lent):
+            if id(array) not in kept and not array.is_deleted():
+                array.delete()
+        self._lent = None
+
+    def reset(self) -> None:
+        self._lent = None
+        super().reset()
+
+    def poison(self, pages: np.ndarray) -> None:
+        """Fill pages, (n,) int32, with POISON: whoever reads them before writing them shows it."""
+        self.put(jax.tree.map(lambda array: array.at[pages].set(POISON), self.take()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeFailure:
+    """Which step fails, counted from 0 over decode and extend calls together, and where it is noticed.
+
+    at_dispatch: the call raises. Otherwise the call returns and its arrays raise when they are read, as a device that
+    fails while it runs does. The lent arrays are consumed either way.
+    """
+
+    step: int
+    at_dispatch: bool
+
+
+class FakeModelRunner:
+    """A ModelRunner whose logits are a hash of what it reads from the pool.
+
+    Position i of a row stores c[i] = c[i - 1] + mix(token[i], i), modulo 2**32: c[i] stands for the whole prefix up to
+    i. A step reads c[start - 1] through the page table, writes the chunk's, then reads all positions back; logits are a
+    hash of sum(mix(c[i], i)). The lower half of c lies in the first layer's keys, the upper in the last layer's values
+    (16 bits are exact in float32 and uint16 pools), so both must survive a copy for the text to.
+
+    Needs no weights. Works on any pool of those two types; other arrays are handed through untouched.
+    """
+
+    def __init__(self, vocab_size: int, *, fail: FakeFailure | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._fail = fail
+        self._steps = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def close(self) -> None:
+        """Nothing to drop."""
+
+    def decode(self, buffers: KVBuffers, inputs: DecodeInputs) -> tuple[KVBuffers, jax.Array]:
+        return self._step(buffers, _as_extend(inputs))
+
+    def extend(self, buffers: KVBuffers, inputs: ExtendInputs) -> tuple[KVBuffers, jax.Array]:
+        return self._step(buffers, inputs)
+
+    def _step(self, buffers: KVBuffers, inputs: ExtendInputs) -> tuple[KVBuffers, jax.Array]:
+        failure = self._fail if self._fail and self._fail.step == self._steps else None
+        self._steps += 1
+        if failure and failure.at_dispatch:
+            for array in jax.tree.leaves(buffers):
+                array.delete()
+            raise RuntimeError("injected failure at dispatch")
+        if failure:
+            buffers = _run_out_of_memory(buffers, _busy(inputs.token_ids[0]))
+        low, high, logits = _hash_step(
+            buffers.keys[0],
+            buffers.values[-1],
+            inputs.token_ids,
+            inputs.chunk_starts,
+            inputs.chunk_lengths,
+            inputs.prefix_lengths,
+            inputs.page_table,
+            vocab_size=self._vocab_size,
+        )
+        return KVBuffers(keys=(low, *buffers.keys[1:]), values=(*buffers.values[:-1], high)), logits
+
+
+@jax.jit
+def _decode_rows(lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.arange(lengths.size), (lengths > 0).astype(jnp.int32), jnp.maximum(lengths - 1, 0)
+
+
+def _as_extend(inputs: DecodeInputs) -> ExtendInputs:
+    """A decode step is an extend step with chunks of one token."""
+    starts, lengths, prefixes = _decode_rows(inputs.lengths)
+    return ExtendInputs(
+        token_ids=inputs.token_ids,
+        chunk_starts=starts,
+        chunk_lengths=lengths,
+        prefix_lengths=prefixes,
+        page_table=inputs.page_table,
+        max_chunk=1,
+    )
+
+
+@partial(jax.jit, donate_argnums=(0, 1), static_argnames="vocab_size")
+def _hash_step(
+    low: jax.Array,
+    high: jax.Array,
+    token_ids: jax.Array,
+    chunk_starts: jax.Array,
+    chunk_lengths: jax.Array,
+    prefix_lengths: jax.Array,
+    page_table: jax.Array,
+    *,
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write before reading: the prefix's last content is carried in by position, not gathered from the old array."""
+    index = jnp.arange(token_ids.size)
+    inside = (index >= chunk_starts[:, None]) & (index < (chunk_starts + chunk_lengths)[:, None])  # (S, T)
+    valid, rows = inside.any(axis=0), inside.argmax(axis=0)
+    positions = prefix_lengths[rows] + index - chunk_starts[rows]
+
+    # Contents of the chunks: the row's content so far plus a running sum that starts anew with each row.
+    last = jnp.maximum(prefix_lengths - 1, 0)
+    before = _read(low, high, page_table, jnp.arange(chunk_starts.size)[:, None], last[:, None])[:, 0]
+    before = jnp.where(prefix_lengths > 0, before, 0)
+    steps = jnp.where(valid, _mix(token_ids, positions), 0)
+    running = jnp.cumsum(steps) - steps
+    contents = (before - running[chunk_starts])[rows] + running + steps
+
+    pages, offsets = locate(page_table, rows, positions, valid, low)
+    low = low.at[pages, offsets].set(_halved(contents & 0xFFFF, low), mode="drop")
+    high = high.at[pages, offsets].set(_halved(contents >> 16, high), mode="drop")
+
+    everywhere = jnp.arange(page_table.shape[1] * low.shape[1])
+    read = _read(low, high, page_table, jnp.arange(chunk_starts.size)[:, None], everywhere[None, :])
+    lengths = jnp.where(chunk_lengths > 0, prefix_lengths + chunk_lengths, 0)
+    state = jnp.where(everywhere < lengths[:, None], _mix(read, everywhere), 0).sum(axis=1, dtype=jnp.uint32)
+    bits = _mix(state[:, None], jnp.arange(vocab_size)) >> 8
+    return low, high, bits.astype(jnp.float32) * (LOGIT_SCALE / 2**24)
+
+
+def _read(low: jax.Array, high: jax.Array, page_table: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    pages, offsets = page_table[rows, positions // low.shape[1]], positions % low.shape[1]
+    return low[pages, offsets, 0].astype(jnp.uint32) | (high[pages, offsets, 0].astype(jnp.uint32) << 16)
+
+
+def _halved(half: jax.Array, buffer: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(half.astype(buffer.dtype)[:, None], (half.size, buffer.shape[-1]))
+
+
+def _mix(value: jax.Array, position: jax.Array) -> jax.Array:
+    """A uint32 in which every bit of both hangs together: MurmurHash3's finaliser."""
+    mixed = value.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return mixed ^ (mixed >> 16)
+
+
+@jax.jit
+def _busy(seed: jax.Array) -> jax.Array:
+    """A zero that takes a while to compute, so that the caller has dispatched the rest before the failure happens."""
+    square = jnp.full((256, 256), seed, jnp.float32)
+    return jax.lax.fori_loop(0, 200, lambda _, held: (held @ held) * 0.0, square)[0, 0]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _run_out_of_memory(buffers: KVBuffers, zero: jax.Array) -> KVBuffers:
+    """A program that dispatches and then fails while it runs, for want of 2**60 bytes."""
+    huge = jax.lax.sort(jax.lax.iota(jnp.uint8, 2**60) * zero.astype(jnp.uint8))
+    return jax.tree.map(lambda array: array + huge[-1].astype(array.dtype), buffers)

@@ -1,0 +1,179 @@
+"""The paged KV pool on the device: one array of keys and one of values for each layer.
+
+Layout of every array, described here and nowhere else:
+
+    (num_pages + 1, page_size, num_kv_heads * head_dim)     heads sharded over the mesh's "tensor" axis
+
+Heads lie flat in the last axis: a page is one contiguous piece, which gathers fastest on CPU, and TPU scatters into
+it without a copy, where (heads, head_dim) axes that do not fill a tile cost two copies of the pool. Arrays of separate
+layers, not one with a layer axis, because slicing a layer out of a big array inside a program copies.
+
+Page 0 is read for what a page table leaves empty, and nothing is ever written to it: writes of padding rows carry an
+index beyond the last page and are dropped.
+
+The arrays belong to the pool and are lent for one dispatch at a time:
+
+    take() --> buffers --> a program that donates them --> put(replacements)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from app.core.ports import PoolSpec
+from app.errors import OwnershipError, RuntimeClosedError
+from app.tpu.mesh import TENSOR_AXIS
+
+POOL_PARTITION = PartitionSpec(None, None, TENSOR_AXIS)
+
+# bfloat16 scatters on CPU convert the whole pool there and back, so there the bits are kept in uint16 arrays.
+_STORED_AS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "bfloat16_bits": jnp.uint16}
+
+
+class KVBuffers(NamedTuple):
+    """One array a layer: (num_pages + 1, page_size, num_kv_heads * head_dim), in the pool's stored type."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+class MHATokenToKVPool:
+    """Owner of the KV arrays of a model whose every layer has full attention.
+
+    Invariant: between `open` and `close` the arrays are either here or lent out by `take`. Whoever takes them donates
+    them and puts the replacements. When the device fails meanwhile, nothing is left to put: then `reset`.
+    Not thread-safe: one thread dispatches.
+    """
+
+    def __init__(self, spec: PoolSpec, mesh: Mesh) -> None:
+        self._spec = spec
+        self._sharding = NamedSharding(mesh, POOL_PARTITION)
+        self._open = False
+        self._buffers: KVBuffers | None = None
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self._spec
+
+    def open(self) -> None:
+        """Allocate every page, zeroed. Idempotent. Memory: (num_pages + 1) * page_bytes over all ranks."""
+        if self._open:
+            return
+        self._buffers = self._allocate()
+        self._open = True
+
+    def close(self) -> None:
+        """Drop the arrays. Idempotent."""
+        self._buffers = None
+        self._open = False
+
+    def reset(self) -> None:
+        """Whatever became of the arrays, hold new ones, zeroed: every page's content is gone."""
+        self.close()
+        self.open()
+
+    def lost(self) -> bool:
+        """Whether an open pool has no usable arrays: taken and never put, or dead after a dispatch that failed."""
+        if not self._open:
+            return False
+        return self._buffers is None or any(array.is_deleted() for array in jax.tree.leaves(self._buffers))
+
+    def take(self) -> KVBuffers:
+        """Lend the arrays for one dispatch, which should donate them.
+
+        Raises OwnershipError when they are lent out already, RuntimeClosedError when the pool is closed.
+        """
+        if not self._open:
+            raise RuntimeClosedError(action="take the KV buffers")
+        if self._buffers is None:
+            raise OwnershipError(what="KV buffers", reason="taken already: put the replacements first, or reset")
+        taken, self._buffers = self._buffers, None
+        return taken
+
+    def put(self, buffers: KVBuffers) -> None:
+        """Hold what a dispatch returned for the arrays it took. Raises OwnershipError when none were taken."""
+        if not self._open:
+            raise RuntimeClosedError(action="put KV buffers")
+        if self._buffers is not None:
+            raise OwnershipError(what="KV buffers", reason="put without a take: these would replace live arrays")
+        self._buffers = buffers
+
+    def page_contents(self, pages: np.ndarray) -> np.ndarray:
+        """(n,) int32 -> (2, num_layers, n, page_size, num_kv_heads, head_dim): keys, then values, as stored.
+
+        A copy, for tests and integrity checks. Waits for the device. Raises OwnershipError while the arrays are lent.
+        """
+        buffers = self.take()
+        self.put(buffers)
+        padded = np.zeros(1 << max(pages.size - 1, 0).bit_length(), np.int32)  # few compiled variants
+        padded[: pages.size] = pages
+        spec = self._spec
+        read = np.array(_gather(buffers, padded))[:, :, : pages.size]
+        return read.reshape(*read.shape[:-1], spec.num_kv_heads, spec.head_dim)
+
+    def _allocate(self) -> KVBuffers:
+        spec = self._spec
+        shape = (spec.num_pages + 1, spec.page_size, spec.num_kv_heads * spec.head_dim)
+        zeros = partial(jnp.zeros, shape, _STORED_AS[spec.dtype], device=self._sharding)
+        return KVBuffers(
+            keys=tuple(zeros() for _ in range(spec.num_layers)),
+            values=tuple(zeros() for _ in range(spec.num_layers)),
+        )
+
+
+def encode(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float values as a pool of element type `dtype` stores them. uint16 holds bfloat16 bits, rounded to nearest even.
+
+    For use inside a program, on the tokens to be written.
+    """
+    if dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    return values.astype(dtype)
+
+
+def decode(stored: jax.Array) -> jax.Array:
+    """What `encode` stored, as float values: float32 for a float32 or uint16 pool, else the pool's own type."""
+    if stored.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
+    return stored
+
+
+def write_tokens(buffer: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
+    """Store one layer's keys or values of n >= 2 tokens: pages, offsets (n,) int32; values (n, width) as floats.
+
+    In place when `buffer` is donated and nothing in the same program read it before. Page indexes beyond the pool are
+    dropped. With exactly one token XLA's CPU backend copies the pool: pad to two. What is not finite is stored as 0:
+    attention multiplies masked values by 0, so a NaN left in a page would spread to whoever gets the page next.
+    """
+    values = jnp.where(jnp.isfinite(values), values, 0)
+    return buffer.at[pages, offsets].set(encode(values, buffer.dtype), mode="drop")
+
+
+def read_pages(buffer: jax.Array, pages: jax.Array) -> jax.Array:
+    """One layer's keys or values of a row: pages (n,) int32 -> (n * page_size, width) floats in token order."""
+    return decode(buffer[pages].reshape(-1, buffer.shape[-1]))
+
+
+def locate(
+    page_table: jax.Array, rows: jax.Array, positions: jax.Array, valid: jax.Array, buffer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where n tokens lie in the pool: page ids and offsets, (n,) int32 each, as `write_tokens` wants them.
+
+    page_table: (num_rows, max_pages) int32; rows, positions: (n,) int32, the row and the position of each token;
+    valid: (n,) bool, False sends the write beyond the pool, where it is dropped; buffer: any array of the pool.
+    """
+    num_pages, page_size, _ = buffer.shape
+    positions = jnp.maximum(positions, 0)
+    pages = page_table[rows, positions // page_size]
+    return jnp.where(valid, pages, num_pages), positions % page_size
+
+
+@jax.jit
+def _gather(buffers: KVBuffers, pages: jax.Array) -> jax.Array:
+    return jnp.stack([jnp.stack([array[pages] for array in arrays]) for arrays in buffers])
