@@ -106,19 +106,19 @@ def _run(command: Command, tokens: Sequence[str], environ: Mapping[str, str]) ->
     debugging = False
     try:
         args: Any = parse(command.arguments, f"{PROG} {command.name}", tokens, environ)
+        if args is None:
+            return 0
         settings = command.engine_settings(args)
         debugging = settings.log_level == "debug"
         _configure_logging(settings)
         return command.run(args)
-    except SystemExit:  # the help was shown
-        return 0
     except UsageError as error:
         return _refuse(str(error))
     except BrokenPipeError:
         raise
     except AppError as error:
         if not isinstance(error, OUR_BUGS):
-            return _refuse(_in_flags(error, flags) + _variables(error, from_environment(flags, tokens, environ)))
+            return _refuse(_with_variables(_in_flags(error, flags), from_environment(flags, tokens, environ)))
         return _failed(error, debugging)
     except Exception as error:
         return _failed(error, debugging)
@@ -137,11 +137,10 @@ def _in_flags(error: AppError, flags: Sequence[Flag]) -> str:
     return str(type(error)(**{**error.fields, "field": names[field]})) if field in names else str(error)
 
 
-def _variables(error: AppError, variables: Mapping[Flag, str]) -> str:
-    """Which environment variables set what the error is about: the user sees no such flag on the command line."""
-    about = {error.fields.get("field"), error.fields.get("other_field")}
-    used = [variable for flag, variable in variables.items() if about & {flag.name, flag.field}]
-    return f" (set by {' and '.join(used)})" if used else ""
+def _with_variables(text: str, variables: Mapping[Flag, str]) -> str:
+    """Add the environment variables that set what `text` is about: the command line does not show these flags."""
+    used = [variable for flag, variable in variables.items() if f"{flag.name}=" in text]
+    return f"{text} (set by {' and '.join(used)})" if used else text
 
 
 def _overview(called: str, commands: Sequence[Command]) -> str:

@@ -23,7 +23,7 @@ from app.models.checkpoint import Progress
 from app.models.model_runner import LlamaModelRunner
 from app.providers import model, sizing
 from app.providers.cache_arms import cache_arms
-from app.providers.lifecycle import Lifecycle, local_runtime
+from app.providers.lifecycle import Lifecycle, LocalRuntimeResource
 from app.runtime.local import new_identity
 from app.runtime.row_sampling import RowSampling
 from app.scheduler_adapter import SchedulerAdapter
@@ -38,7 +38,7 @@ from app.tpu.mesh import make_mesh
 Once = providers.ThreadSafeSingleton
 
 
-class EngineContainer(containers.DeclarativeContainer):
+class Container(containers.DeclarativeContainer):
     """A table, not a class: methods would vanish from its instances. Build it with `build_container`."""
 
     server_args = providers.Dependency(instance_of=ServerArgs)
@@ -81,7 +81,13 @@ class EngineContainer(containers.DeclarativeContainer):
 
     # The device side
     model_runner = Once(
-        LlamaModelRunner, config=model_config, weights=checkpoint, mesh=mesh, dtype=dtype, progress=progress
+        LlamaModelRunner,
+        config=model_config,
+        weights_source=checkpoint,
+        mesh=mesh,
+        pool_spec=pool_spec,
+        dtype=dtype,
+        progress=progress,
     )
     row_sampling = Once(
         RowSampling,
@@ -90,7 +96,7 @@ class EngineContainer(containers.DeclarativeContainer):
         mesh=mesh,
     )
     runtime = providers.Resource(
-        local_runtime,
+        LocalRuntimeResource,
         lifecycle,
         allocator=token_allocator,
         rows=req_to_token_pool,
@@ -126,7 +132,7 @@ def build_container(
     server_args: ServerArgs,
     registry: CacheTypeRegistry = default_registry,
     progress: Progress | None = None,
-) -> EngineContainer:
+) -> Container:
     """An engine's container, with nothing built yet. Settings that exclude one another are refused here: ConfigError.
 
     registry: where cache types are registered; a copy is sealed, so that later registrations serve later containers.
@@ -136,7 +142,7 @@ def build_container(
     load_entry_points(wanted=server_args.cache_type)
     sealed = registry.seal()
     check_combination(server_args, sealed.names())
-    container = EngineContainer(server_args=server_args, registry=providers.Object(sealed))
+    container = Container(server_args=server_args, registry=providers.Object(sealed))
     container.progress.override(providers.Object(progress))
     container.tree_cache.set_providers(**cache_arms(sealed, container.cache_deps))
     return container

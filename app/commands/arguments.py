@@ -61,11 +61,13 @@ class Flag(NamedTuple):
         return [f"{self.name}={text}"]
 
 
-def parse(arguments: type[Arguments], prog: str, tokens: Sequence[str], environ: Mapping[str, str]) -> Arguments:
-    """The arguments of one command. Raises UsageError or ConfigError, or SystemExit(0) after having shown the help."""
+def parse(arguments: type[Arguments], prog: str, tokens: Sequence[str], environ: Mapping[str, str]) -> Arguments | None:
+    """The arguments of one command, or None after having shown its help. Raises UsageError or ConfigError."""
     import tyro
 
     flags = flags_of(arguments)
+    if tokens and _flag_part(tokens[0]).startswith("--tyro-"):  # tyro would act on it: they are no flags of ours
+        raise UsageError(explain(flags, tokens, prog))
     preset: list[str] = []
     for flag, variable in from_environment(flags, tokens, environ).items():
         text = environ[variable]
@@ -82,7 +84,7 @@ def parse(arguments: type[Arguments], prog: str, tokens: Sequence[str], environ:
             )
     except SystemExit as stop:
         if not stop.code:
-            raise
+            return None
         raise _refusal(stop) or UsageError(explain(flags, tokens, prog)) from None
 
 
@@ -129,7 +131,7 @@ def explain(flags: Sequence[Flag], tokens: Sequence[str], prog: str) -> str:
         if value is None:
             return f"{flag.name} needs a value"
         if "=" not in token and _looks_like_flag(value):
-            return f"{flag.name} needs a value and {value!r} looks like an option: write {flag.name}={value} if it is the value"
+            return f"{flag.name} needs a value; if {value!r} is meant, write {flag.name}={value}"
         if (allowed := flag.wrong(value)) is not None:
             return f"{flag.name}={value!r} is not allowed: {allowed}"
     missing = [flag.name for flag in flags if flag.needed and flag not in given]
@@ -144,7 +146,7 @@ def _unknown(token: str, known: Mapping[str, Flag], prog: str) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """ "; did you mean X?" for the one of `known` that is nearest to `word`, or nothing."""
+    """A question about the one of `known` that is nearest to `word`, or nothing."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f", did you mean {near[0]}?" if near else ""
 

@@ -18,13 +18,13 @@ class BenchTreeArgs:
     """Trace file: JSON lines of requests, with the hashes of their blocks."""
 
     requests: int = 800
-    """Requests to replay; a shorter trace starts over."""
+    """Requests to replay, from the start of the trace."""
 
     page_size: int = 16
     """Tokens in a page."""
 
     pool_fraction: float = 0.25
-    """Size of the pool, as a part of the distinct pages in the trace."""
+    """Size of the pool, as a part of the distinct tokens of these requests."""
 
     cache_type: str = "radix_cache"
     """Cache to measure, by its registered name."""
@@ -57,17 +57,20 @@ class BenchEngineArgs:
 
 
 def run_tree(args: BenchTreeArgs) -> int:
-    from app.bench.tree import format_tree_bench, run_operations_bench, run_tree_bench
+    from app.bench.tree import format_operations_bench, format_tree_bench, run_operations_bench, run_tree_bench
 
-    result = run_tree_bench(
+    replay = run_tree_bench(
         trace=args.trace,
         num_requests=args.requests,
         page_size=args.page_size,
         pool_fraction=args.pool_fraction,
         cache_type=args.cache_type,
     )
-    result["operations"] = run_operations_bench(args.page_size)
-    print(json.dumps(result) if args.json else format_tree_bench(result))
+    single = run_operations_bench(args.page_size)
+    if args.json:
+        print(json.dumps({**replay, "single_operations": single}))
+    else:
+        print(format_tree_bench(replay), format_operations_bench(single), sep="\n\n")
     return 0
 
 

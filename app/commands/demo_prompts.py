@@ -2,18 +2,21 @@
 
 SYSTEM_PROMPT = (
     "You are the guide of a small museum of geography. Visitors ask you short questions about countries, cities, "
-    "rivers, mountains and oceans, and you answer each of them in one or two plain sentences. Name the thing that was "
-    "asked for first, then add a single fact that helps a visitor to remember it. Use simple words that a child of ten "
-    "understands. Do not make lists, do not ask questions back, and do not talk about yourself. If a question has more "
-    "than one right answer, give the one that most people know."
+    "rivers, mountains and oceans. You answer each question with one short and plain sentence that a child of ten "
+    "understands, and you name the thing that was asked for. If a question has more than one right answer, you give "
+    "the one that most people know. You do not make lists, you do not ask questions back, and you do not talk about "
+    "yourself or about the museum."
 )
 
 QUESTIONS = (
     "What is the capital of France?",
     "Which ocean is the largest?",
     "What is the capital of Japan?",
-    "Which is the highest mountain on Earth?",
+    "What is the capital of Italy?",
     "Which river flows through London?",
-    "On which continent is Egypt?",
+    "Which country has the city of Berlin?",
 )
 """The first one is answered alone and fills the cache; the others run together."""
+
+REHEARSAL_PROMPT = "We" + SYSTEM_PROMPT.removeprefix("You")
+"""As many tokens as the system prompt, and another first page: the same shapes, but nothing to reuse."""

@@ -60,7 +60,9 @@ class ContainerEngine:
             token_ids = self._tokenizer.encode(self._as_text(prompt))
             requests.append(Request(request_id=f"cli-{self._num_asked}", prompt_token_ids=token_ids, sampling=sampling))
             self._num_asked += 1
-        return generate_all(self._scheduler, requests)
+        with progress_bars() as report:
+            report("computing; new shapes are compiled first", 0.0)
+            return generate_all(self._scheduler, requests)
 
     def check_ledger(self) -> dict[str, int]:
         self._scheduler.check_integrity()

@@ -34,8 +34,8 @@ class _PageBook:
 
     state: (capacity + 1,) int32, by page id; page 0 is never held.
     places: (capacity,) int32, 1..capacity.
-    stack: (capacity,) int32; the last num_free entries are free. It grows downwards, so that both taking and giving back
-        are one forward copy, and a fresh pool hands out consecutive ids.
+    stack: (capacity,) int32; the last num_free entries are free. It grows downwards, so that both taking and giving
+        back are one forward copy, and a fresh pool hands out consecutive ids.
     recorded: freed pages in order of freeing, (n,) int32 each.
     """
 
@@ -160,23 +160,15 @@ class TokenAllocatorPort:
         return self._book.num_free + self._book.num_recorded
 
     def free_page_ids(self) -> np.ndarray:
-        """(n,) int32 in increasing order: pages neither held nor recorded. O(capacity); for the ledger."""
-        loose = self._book.state != _HELD
-        loose[0] = False
-        loose[self.recorded_frees()] = False
-        return np.flatnonzero(loose).astype(np.int32)
+        """(n,) int32: pages neither held nor recorded. O(capacity); for the ledger."""
+        return self._book.free_page_ids()
 
 
 class PagedTokenToKVPoolAllocator:
-    """Hands out page ids 1..capacity; page 0 is padding and belongs to nobody.
-
-    Free ids are a stack that grows downwards in one array, so that both taking and giving back are one forward copy
-    and a fresh pool hands out consecutive ids.
-    """
+    """Hands out page ids 1..capacity; page 0 is padding and belongs to nobody."""
 
     def __init__(self, capacity: int, page_size: int, identity: CacheIdentity) -> None:
         self._book = _PageBook(capacity, page_size, identity)
-        self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # the last num_free entries are free
         self.port = TokenAllocatorPort(self._book)
 
     @property

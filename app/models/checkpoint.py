@@ -6,6 +6,7 @@ A Hugging Face folder is used where it lies. A GGUF file is converted once into 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,16 +76,16 @@ def open_checkpoint(model_path: str, *, cache_dir: Path | None = None, progress:
     a GGUF file converts it (seconds to minutes, float32 on disk); later ones cost milliseconds. Raises ConfigError
     when the path is neither, or when something in it is missing, damaged or not supported.
     """
-    path = Path(model_path).expanduser()
+    path = Path(os.path.expanduser(model_path))
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     digests = FileDigests(cache)
     report = progress or _silent
-    if path.is_dir():
+    if model_path and os.path.isdir(path):
         return Checkpoint(path, identify=lambda weights: _folder_digest(path, weights, digests))
-    if model_path and _is_gguf(path):
+    if os.path.isfile(path) and _is_gguf(path):
         file_digest = digests.sha256(path)
         return Checkpoint(converted_folder(path, file_digest, cache, report), identify=lambda _: file_digest)
-    raise ConfigError(field="model_path", value=model_path, allowed="a GGUF file or a Hugging Face folder")
+    raise ConfigError(field="model_path", value=model_path, allowed="an existing GGUF file or Hugging Face folder")
 
 
 def _is_gguf(path: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from app.config.model_config import ModelConfig
 from app.errors import ConfigError
 from app.models.gguf_file import GgufFile
 from app.models.gguf_metadata import GgufMetadata
@@ -80,6 +81,7 @@ class GgufModel:
         self.config = _hf_config(self._file, name, self._architecture.class_name)
         self._shape = model_config_from_hf(self.config)
         self._sources = self._tensor_sources()
+        self._require_shapes()
 
     @property
     def float32_bytes(self) -> int:
@@ -151,6 +153,39 @@ class GgufModel:
                 allowed=f"does not have the tensors of its architecture: missing {missing[:4]}, unknown {unknown[:4]}",
             )
         return expected
+
+    def _require_shapes(self) -> None:
+        shapes = _shapes(self._shape)
+        for name in self._sources.values():
+            shape = self._file.tensors[name].shape
+            expected = shapes[name.split(".", 2)[2] if name.startswith("blk.") else name]
+            if shape != expected:
+                raise ConfigError(field=name, value=shape, allowed=f"the shape its metadata ask for: {expected}")
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, by its name in GGUF without the number of the layer."""
+    width, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "token_embd.weight": (config.vocab_size, width),
+        "output_norm.weight": (width,),
+        "output.weight": (config.vocab_size, width),
+        "attn_norm.weight": (width,),
+        "attn_q.weight": (queries, width),
+        "attn_k.weight": (keys, width),
+        "attn_v.weight": (keys, width),
+        "attn_output.weight": (width, queries),
+        "attn_q.bias": (queries,),
+        "attn_k.bias": (keys,),
+        "attn_v.bias": (keys,),
+        "attn_q_norm.weight": (config.head_dim,),
+        "attn_k_norm.weight": (config.head_dim,),
+        "ffn_norm.weight": (width,),
+        "ffn_gate.weight": (inner, width),
+        "ffn_up.weight": (inner, width),
+        "ffn_down.weight": (width, inner),
+    }
 
 
 def half_rotation_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -62,7 +62,7 @@ class GgufFile:
             values, self.tensors = _parse(_Cursor(self._bytes.data))
         except OSError as error:
             raise self._refusal(f"cannot be read: {error.strerror}") from error
-        except (struct.error, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        except (struct.error, ValueError, OverflowError) as error:  # UnicodeDecodeError is a ValueError
             raise self._refusal(f"is no GGUF file, truncated or damaged: {error}") from error
         self.metadata = GgufMetadata(values)
 

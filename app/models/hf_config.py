@@ -34,7 +34,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     range, and a switch of the Llama family that we do not compute.
     """
     model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ConfigError(field="model_type", value=model_type, allowed=f"known are {', '.join(sorted(_FAMILIES))}")
     return _FAMILIES[model_type](_Fields(config))
 
@@ -218,7 +218,7 @@ def _shape(fields: _Fields, **family: Any) -> ModelConfig:
 
 _TIED_BY_DEFAULT = frozenset({"gemma2", "gemma3_text"})
 
-_FAMILIES: dict[Any, Callable[[_Fields], ModelConfig]] = {
+_FAMILIES: dict[str, Callable[[_Fields], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

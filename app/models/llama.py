@@ -39,7 +39,7 @@ MESH_AXES: Mapping[str, str | None] = MappingProxyType(
 
 
 class LayerWeights(NamedTuple):
-    """One layer. Widths: heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim. None where a model has none."""
+    """One layer; heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim. None where a model has none."""
 
     input_norm: jax.Array  # (embed,)
     q: jax.Array  # (heads, embed)

@@ -94,7 +94,7 @@ def _weight_paths(folder: Path) -> tuple[Path, ...]:
 def _read_entries(path: Path) -> dict[str, _Entry]:
     try:
         safe_open(path, framework="numpy")  # for its validation: sizes, overlaps, offsets past the end
-        file = np.memmap(path, dtype=np.uint8, mode="r")
+        file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except FileNotFoundError as error:
         raise ConfigError(
             field="model_path", value=str(path.parent), allowed=f"has no weights: {path.name} is missing"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+
+from dependency_injector import resources
 
 from app.core.ports import ModelRunner
 from app.errors import RuntimeClosedError
@@ -39,20 +40,29 @@ class Lifecycle:
                 self._runtime.close()
 
 
-def local_runtime(
-    lifecycle: Lifecycle,
-    *,
-    allocator: PagedTokenToKVPoolAllocator,
-    rows: ReqToTokenPool,
-    sampling: RowSampling,
-    device_pool: OwnedPool,
-    model_runner: ModelRunner,
-) -> Iterator[LocalRuntime]:
-    """The container's only Resource: an open runtime, closed by `shutdown_resources()` with all that it owns."""
-    runtime = LocalRuntime(
-        allocator=allocator, rows=rows, sampling=sampling, device_pool=device_pool, model_runner=model_runner
-    )
-    try:
-        yield lifecycle.open(runtime)
-    finally:
-        lifecycle.close()
+class LocalRuntimeResource(resources.Resource[LocalRuntime]):
+    """The container's only Resource: an open runtime, closed by `shutdown_resources()` with all that it owns.
+
+    A class and not a generator: the library does not lock a Resource, so several threads may each start one, and a
+    generator that lost would close the runtime when it is collected.
+    """
+
+    def init(
+        self,
+        lifecycle: Lifecycle,
+        *,
+        allocator: PagedTokenToKVPoolAllocator,
+        rows: ReqToTokenPool,
+        sampling: RowSampling,
+        device_pool: OwnedPool,
+        model_runner: ModelRunner,
+    ) -> LocalRuntime:
+        self._lifecycle = lifecycle
+        return lifecycle.open(
+            LocalRuntime(
+                allocator=allocator, rows=rows, sampling=sampling, device_pool=device_pool, model_runner=model_runner
+            )
+        )
+
+    def shutdown(self, resource: LocalRuntime | None) -> None:
+        self._lifecycle.close()

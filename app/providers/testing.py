@@ -17,15 +17,16 @@ from dependency_injector import providers
 from app.caches.registry import CacheTypeRegistry, default_registry
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
-from app.containers import EngineContainer, build_container
+from app.containers import Container, build_container
+from app.errors import ConfigError
 from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
 
-Override = Callable[[EngineContainer], providers.Provider[object]]
+Override = Callable[[Container], providers.Provider[object]]
 """Makes the provider that replaces another; it may refer to the container's other providers."""
 
 
-def fake_device_pool(container: EngineContainer) -> providers.Provider[object]:
+def fake_device_pool(container: Container) -> providers.Provider[object]:
     """A device pool that enforces donation, for `overridden(args, device_pool=fake_device_pool)`."""
     return providers.ThreadSafeSingleton(FakeDevicePool, container.pool_spec, container.mesh)
 
@@ -50,19 +51,20 @@ def overridden(
     model: ModelConfig | None = None,
     registry: CacheTypeRegistry = default_registry,
     **overrides: Override,
-) -> Iterator[EngineContainer]:
+) -> Iterator[Container]:
     """A fresh container with providers replaced by name; its runtime is shut down when the block is left.
 
     fake: swap the device pool, the model and the tokenizer for fakes that need no file; `model` shapes the fake.
-    An unknown provider name is refused with an AttributeError that names it.
+    An unknown provider name is refused with ConfigError.
     """
     container = build_container(args, registry)
     replaced = {**(fake_model(model) if fake else {}), **overrides}
     for name, override in replaced.items():
+        if name not in container.providers:
+            raise ConfigError(field="override", value=name, allowed=f"a provider: {', '.join(container.providers)}")
         container.providers[name].override(override(container))
     try:
         yield container
     finally:
         container.shutdown_resources()
         container.lifecycle().close()
-        container.reset_override()

@@ -75,6 +75,7 @@ class Scheduler:
         self._owed: dict[tuple[int, int], Sequence] = {}  # retracted in flight, by the row they had
         self._in_flight: list[_InFlight] = []  # oldest first, at most two
         self._slots_left = limits.max_running_requests
+        self._identity = adapter.identity
         self._arrivals = 0
         self._outputs: list[RequestOutput] = []
         self.num_retractions = 0
@@ -144,6 +145,8 @@ class Scheduler:
 
     def _launch(self) -> bool:
         """Plan, prepare and dispatch the next step. -> whether there was one."""
+        if self._adapter.identity != self._identity and not self._pool_changed():
+            return False
         draft = self._planner.draft(self._slots_available())
         if not draft.has_rows and (self._sequences or self._in_flight or not self._outbox.releases):
             return False
@@ -165,6 +168,12 @@ class Scheduler:
         )
         self._in_flight.append(step)
         return True
+
+    def _pool_changed(self) -> bool:
+        """The pool is another one. -> whether planning may go on: not before the step that failed has been read."""
+        if not self._in_flight:
+            self._lose_pool("the runtime was reopened")
+        return not self._in_flight
 
     def _plan_again(self, refused: Draft, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
         """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
@@ -304,6 +313,7 @@ class Scheduler:
             sequence.owed = False
         self._owed.clear()
         self._adapter.reset()
+        self._identity = self._adapter.identity
         for sequence in running:
             self._end(sequence, "error", failure)
         self._outbox.clear()

@@ -20,7 +20,7 @@ def make_mesh(tp_size: int, platform: str) -> Mesh:
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:
-        raise ConfigError(field="--platform", value=platform, allowed=f"jax cannot start it: {error}") from error
+        raise ConfigError(field="platform", value=platform, allowed=f"jax cannot start it: {error}") from error
     if not 1 <= tp_size <= len(devices):
         raise ConfigError(
             field="--tp-size", value=tp_size, allowed=f"1 to {len(devices)}, the {platform} devices there are"

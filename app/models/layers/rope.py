@@ -22,7 +22,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Slow pairs are slowed down by `factor`, fast ones kept, those between blended by their turns in the old context."""
+    """Divide slow pairs by `factor`, keep fast ones, blend those between by their turns in the original context."""
     turns = scaling.original_context_length * frequencies / (2 * np.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0, 1)

@@ -101,7 +101,7 @@ def test_pool_context_and_page_size_fit_together_or_are_refused_by_both_names() 
     for page_size, pool in itertools.product(sizes, sizes):
         pool_tokens = pool // page_size * page_size
         for context in (None, 2, max(2, pool - 1), max(2, pool), pool + 1):
-            settings = {"page_size": page_size, "max_total_tokens": pool, "context_length": context}
+            settings: dict[str, Any] = {"page_size": page_size, "max_total_tokens": pool, "context_length": context}
             if pool_tokens < page_size + 1:
                 assert f"--max-total-tokens={pool} cannot be combined with --page-size=" in refusal(**settings)
             elif context is not None and context > pool_tokens:

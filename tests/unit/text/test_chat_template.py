@@ -37,7 +37,10 @@ def test_tojson_keeps_angle_brackets_and_non_ascii_text() -> None:
 
 
 def test_loop_controls_and_generation_blocks_are_understood() -> None:
-    source = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{% generation %}{{ i }}{% endgeneration %}{% endfor %}"
+    source = (
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ i }}{% endgeneration %}{% endfor %}"
+    )
 
     assert render(source) == "01"
 

@@ -1,0 +1,232 @@
+"""What the engine costs beside the model: step times against the bare compiled step, and control time per step.
+
+Two parts. With the real model: a decode step through the scheduler against the same compiled programs called in a bare
+loop (the floor, measured in the same run), in a small pool and a large one, and prefill speed. With the fake model:
+processor time of the scheduler's thread per decode step, split into scheduling, tree and prepare, by batch size.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+
+from app.bench.timed import TimedCache, TimedRuntime
+from app.config.server_args import ServerArgs
+from app.containers import Container, build_container
+from app.core.ports import DecodeInputs
+from app.core.sampling import SamplingParams
+from app.models.sampler import SamplingRows, SamplingVariant, sample
+from app.providers.testing import overridden
+from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.request import Request
+from app.scheduling.scheduler import Scheduler
+from app.tpu.cpu_fake import fake_model_config
+
+DECODE_BATCHES = (1, 4, 16)
+CONTROL_BATCHES = (1, 16, 64, 256)
+CONTEXT_TOKENS = 240
+POOL_PAGES = (64, 1600)
+PREFILL_TOKENS = 512
+STEPS = 12
+CONTROL_STEPS = 200
+
+
+def run_engine_bench(server_args: ServerArgs) -> dict[str, Any]:
+    """-> figures by name; times in milliseconds or microseconds as the names say. Takes some minutes."""
+    return {
+        "decode": [_decode_step(server_args, batch) for batch in DECODE_BATCHES],
+        "pool_size": _pool_size_ratio(server_args),
+        "prefill": _prefill(server_args),
+        "control": [_control_time(batch) for batch in CONTROL_BATCHES],
+    }
+
+
+def format_engine_bench(result: dict[str, Any]) -> str:
+    lines = ["decode step, real model (floor: the same compiled programs in a bare loop)"]
+    lines += [
+        f"  batch {row['batch']:>3}: {row['step_ms']:8.1f} ms   bare {row['bare_ms']:8.1f} ms   "
+        f"ratio {row['step_over_bare']:.2f}"
+        for row in result["decode"]
+    ]
+    pools = result["pool_size"]
+    lines.append(
+        f"pool of {POOL_PAGES[1]} pages against {POOL_PAGES[0]}: bare step {pools['large_ms']:.1f} / "
+        f"{pools['small_ms']:.1f} ms, ratio {pools['large_over_small']:.2f}"
+    )
+    prefill = result["prefill"]
+    lines.append(f"prefill of {PREFILL_TOKENS} tokens: {prefill['tokens_per_second']:.0f} tokens/s")
+    lines.append("control time a decode step, fake model, processor time of the scheduler's thread (median)")
+    lines += [
+        f"  {row['running']:>3} running: {row['control_us']:7.1f} us   "
+        f"(scheduler {row['scheduler_us']:.1f}, tree {row['tree_us']:.1f}, prepare {row['prepare_us']:.1f})"
+        for row in result["control"]
+    ]
+    return "\n".join(lines)
+
+
+def _decode_step(args: ServerArgs, batch: int) -> dict[str, Any]:
+    """Steady decoding of `batch` requests through the scheduler, and bare, interleaved in one process."""
+    tokens = batch * (CONTEXT_TOKENS + 2 * STEPS + 2 * args.page_size)
+    sized = replace(args, max_total_tokens=max(tokens, 2048), context_length=1024, max_running_requests=max(batch, 2))
+    container = build_container(sized)
+    try:
+        scheduler = container.scheduler()
+        _fill(scheduler, container, batch, outputs=2 * STEPS + 4)
+        for _ in range(4):
+            scheduler.step()
+        step_ms = _milliseconds(scheduler.step, STEPS)
+        _drain(scheduler)
+        bare_ms = _milliseconds(_bare_step(container, batch), STEPS)
+    finally:
+        container.shutdown_resources()
+    return {"batch": batch, "step_ms": step_ms, "bare_ms": bare_ms, "step_over_bare": step_ms / bare_ms}
+
+
+def _pool_size_ratio(args: ServerArgs) -> dict[str, float]:
+    times = []
+    for pages in POOL_PAGES:
+        container = build_container(
+            replace(args, max_total_tokens=pages * args.page_size, context_length=512, max_running_requests=2)
+        )
+        try:
+            container.runtime()
+            times.append(_milliseconds(_bare_step(container, 2), STEPS))
+        finally:
+            container.shutdown_resources()
+    return {"small_ms": times[0], "large_ms": times[1], "large_over_small": times[1] / times[0]}
+
+
+def _bare_step(container: Container, batch: int) -> Callable[[], None]:
+    """One decode step of the compiled programs, read to the host, without runtime, scheduler or tree."""
+    runner, pool, page_size = container.model_runner(), container.device_pool(), container.page_size()
+    rows = max(2, batch)
+    width = max(1 << (-(-CONTEXT_TOKENS // page_size) - 1).bit_length(), -(-128 // page_size))
+    used = -(-CONTEXT_TOKENS // page_size)
+    table = np.zeros((rows, width), np.int32)
+    for row in range(batch):
+        table[row, :used] = 1 + (np.arange(used) + row * used) % pool.spec.num_pages
+    lengths = np.zeros(rows, np.int32)
+    lengths[:batch] = CONTEXT_TOKENS
+    inputs = DecodeInputs(token_ids=np.ones(rows, np.int32), lengths=lengths, page_table=table)
+    inputs = DecodeInputs(
+        token_ids=jax.device_put(inputs.token_ids),
+        lengths=jax.device_put(inputs.lengths),
+        page_table=jax.device_put(inputs.page_table),
+    )
+    zeros = np.zeros(rows, np.float32)
+    sampling = SamplingRows(
+        temperature=zeros,
+        top_p=zeros + 1,
+        top_k=np.full(rows, -1, np.int32),
+        min_p=zeros,
+        seeds=np.zeros((rows, 2), np.uint32),
+        positions=lengths,
+    )
+
+    def step() -> None:
+        buffers, logits = runner.decode(pool.take(), inputs)
+        pool.put(buffers)
+        np.asarray(sample(logits, sampling, None, variant=SamplingVariant()).token_ids)
+
+    return step
+
+
+def _prefill(args: ServerArgs) -> dict[str, float]:
+    sized = replace(
+        args,
+        cache_type="chunk_cache",
+        max_total_tokens=4 * PREFILL_TOKENS,
+        context_length=2 * PREFILL_TOKENS,
+        chunked_prefill_size=PREFILL_TOKENS,
+        max_running_requests=2,
+    )
+    container = build_container(sized)
+    try:
+        scheduler = container.scheduler()
+        times = []
+        for number in range(4):
+            scheduler.add(_request(container, f"prefill-{number}", PREFILL_TOKENS, outputs=1))
+            began = time.perf_counter()
+            _drain(scheduler)
+            times.append(time.perf_counter() - began)
+    finally:
+        container.shutdown_resources()
+    return {"tokens_per_second": PREFILL_TOKENS / min(times[1:])}
+
+
+def _control_time(running: int) -> dict[str, Any]:
+    """Processor microseconds of the control thread for one decode step of `running` requests; garbage collection on."""
+    outputs = CONTROL_STEPS + 20
+    args = ServerArgs(
+        max_running_requests=running,
+        max_total_tokens=max(1024, running * (16 + outputs + 32)),
+        context_length=512,
+        chunked_prefill_size=8192,
+    )
+    with overridden(args, fake=True, model=fake_model_config(context_length=512)) as container:
+        cache, runtime = TimedCache(container.tree_cache()), TimedRuntime(container.runtime())
+        scheduler = Scheduler(
+            adapter=SchedulerAdapter(cache),
+            runtime=runtime,
+            finish_rule=container.finish_rule(),
+            limits=container.scheduler_limits(),
+        )
+        _fill(scheduler, container, running, outputs=outputs, context=16)
+        while scheduler.num_waiting:
+            scheduler.step()
+        for _ in range(8):
+            scheduler.step()
+        gc.collect()
+        samples = [_one_control_step(scheduler, cache, runtime) for _ in range(CONTROL_STEPS)]
+        _drain(scheduler)
+    columns = [median(column) for column in zip(*samples, strict=True)]
+    names = ("control_us", "scheduler_us", "tree_us", "prepare_us")
+    return {"running": running, **dict(zip(names, columns, strict=True))}
+
+
+def _one_control_step(scheduler: Scheduler, cache: TimedCache, runtime: TimedRuntime) -> tuple[float, ...]:
+    cache.clock.reset()
+    runtime.prepare_clock.reset()
+    runtime.device_clock.reset()
+    began = time.thread_time_ns()
+    scheduler.step()
+    total = time.thread_time_ns() - began - runtime.device_clock.nanoseconds
+    tree, prepare = cache.clock.nanoseconds, runtime.prepare_clock.nanoseconds
+    return total / 1e3, (total - tree - prepare) / 1e3, tree / 1e3, prepare / 1e3
+
+
+def _fill(scheduler: Scheduler, container: Container, count: int, *, outputs: int, context: int = CONTEXT_TOKENS) -> None:
+    for number in range(count):
+        scheduler.add(_request(container, f"bench-{number}", context, outputs=outputs))
+    while scheduler.num_waiting:
+        scheduler.step()
+
+
+def _request(container: Container, name: str, num_tokens: int, *, outputs: int) -> Request:
+    rng = np.random.default_rng(len(name) * 1000 + hash(name) % 1000)
+    tokens = rng.integers(0, min(250, container.model_config().vocab_size), num_tokens).astype(np.int32)
+    return Request(
+        request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=outputs, ignore_eos=True)
+    )
+
+
+def _drain(scheduler: Scheduler) -> None:
+    while scheduler.has_work():
+        scheduler.step()
+
+
+def _milliseconds(call: Callable[[], object], count: int) -> float:
+    """The least of `count` calls after two that are not counted: noise only ever adds."""
+    times = []
+    for _ in range(count + 2):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return 1e3 * min(times[2:])

@@ -1,0 +1,191 @@
+"""RadixCache, allocator and port against a flat list, step by step: content, LRU order, locks, ledger, events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from app.caches.base import LockReceipt, MatchResult
+from app.caches.tree.core import TreeCore
+from app.core.keys import DEFAULT_NAMESPACE, Namespace
+from app.errors import LockedPageError, OutOfPagesError, StaleHandleError
+from app.observability.kv_events import KvEventRecorder, KvEventReplica
+from tests.support.tree_model import CacheRig, ListModel, key_of
+
+PAGE_SIZE = 2
+NUM_PAGES = 24
+
+namespaces = st.sampled_from([DEFAULT_NAMESPACE, Namespace(salt=""), Namespace(adapter="x", dp_rank=1)])
+token_lists = st.lists(st.integers(0, 1), max_size=13)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    receipts = Bundle("receipts")
+    spent = Bundle("spent")
+    matches = Bundle("matches")
+    held = Bundle("held")
+
+    @initialize()
+    def start(self) -> None:
+        self.recorder = KvEventRecorder(page_size=PAGE_SIZE)
+        self.replica = KvEventReplica()
+        self.rig = CacheRig("radix_cache", num_pages=NUM_PAGES, page_size=PAGE_SIZE, events=self.recorder)
+        self.cache = self.rig.cache
+        self.model = ListModel(PAGE_SIZE)
+        self.held_pages: list[np.ndarray] = []
+
+    @property
+    def tree(self) -> TreeCore:
+        return self.cache._live_tree  # the order of eviction is compared too, and nobody outside the cache can see it
+
+    def reserve(self, num_pages: int) -> np.ndarray:
+        """Pages for a request, evicting the shortfall as a scheduler does."""
+        shortfall = num_pages - self.rig.allocator.port.available()
+        if shortfall > 0:
+            freed = self.model.evict(shortfall)
+            assert self.cache.evict(shortfall) == len(freed)
+        return self.rig.take(num_pages)
+
+    @rule(tokens=token_lists, namespace=namespaces)
+    def publish_blindly(self, tokens: list[int], namespace: Namespace) -> None:
+        """A request that did not match first: what is there already comes back as duplicates."""
+        try:
+            own = self.reserve(-(-len(tokens) // PAGE_SIZE))
+        except OutOfPagesError:
+            return
+        path = self.model.cut(tokens)
+        present = self.model.probe(namespace, path)
+        result = self.cache.insert(key_of(tokens, namespace), own)
+        assert result.pages.tolist() == self.model.insert(namespace, path, own.tolist())
+        assert result.num_tokens == len(path) * PAGE_SIZE
+        assert sum(count for _, count in result.duplicates) == present
+        assert [first for first, _ in result.duplicates] == np.cumsum([0, *(n for _, n in result.duplicates)])[:-1].tolist()
+        self.rig.free_what_was_not_adopted(own, result)
+
+    @rule(target=receipts, tokens=token_lists, namespace=namespaces)
+    def serve(self, tokens: list[int], namespace: Namespace) -> object:
+        """Match, lock, allocate the rest, publish, lock what was published, unlock what was matched."""
+        key, path = key_of(tokens, namespace), self.model.cut(tokens)
+        matched = self.model.match(namespace, self.model.cut(tokens[:-1]))
+        found = self.cache.match(key)
+        assert found.pages.tolist() == matched
+        receipt, number = self.cache.lock(found), self.model.lock(namespace, path[: len(matched)])
+        try:
+            own = self.reserve(-(-len(tokens) // PAGE_SIZE) - len(matched))
+        except OutOfPagesError:
+            return (receipt, number)
+        pages = np.concatenate([found.pages, own])
+        result = self.cache.insert(key, pages)
+        assert result.pages.tolist() == self.model.insert(namespace, path, pages.tolist())
+        self.rig.free_what_was_not_adopted(pages, result)
+        longer, longer_number = self.cache.lock(result), self.model.lock(namespace, path)
+        self.cache.unlock(receipt)
+        self.model.unlock(number)
+        return (longer, longer_number)
+
+    @rule(target=matches, tokens=token_lists, namespace=namespaces)
+    def match(self, tokens: list[int], namespace: Namespace) -> object:
+        path = self.model.cut(tokens[:-1])
+        expected = self.model.match(namespace, path)
+        found = self.cache.match(key_of(tokens, namespace))
+        assert found.pages.tolist() == expected
+        assert found.num_tokens == len(expected) * PAGE_SIZE
+        if not expected:
+            return multiple()
+        return (found, namespace, path[: len(expected)])
+
+    @rule(tokens=token_lists, namespace=namespaces)
+    def probe(self, tokens: list[int], namespace: Namespace) -> None:
+        expected = self.model.probe(namespace, self.model.cut(tokens[:-1])) * PAGE_SIZE
+        assert self.cache.probe(key_of(tokens, namespace)) == expected
+
+    @rule(target=receipts, found=matches)
+    def lock(self, found: tuple[MatchResult, Namespace, tuple[tuple[int, ...], ...]]) -> object:
+        """Of a match taken some steps ago: locked if its node is still there, else refused."""
+        match, namespace, path = found
+        if match.node.epoch != self.tree.receipts.epoch:
+            with pytest.raises(StaleHandleError):
+                self.cache.lock(match)
+            return multiple()
+        assert self.model.match(namespace, path) == match.pages.tolist() == self.cache.match(
+            key_of([*np.ravel(path), 9], namespace)
+        ).pages.tolist()
+        return (self.cache.lock(match), self.model.lock(namespace, path))
+
+    @rule(target=spent, receipt=consumes(receipts))
+    def unlock(self, receipt: tuple[LockReceipt, int]) -> LockReceipt:
+        mine, number = receipt
+        if number in self.model.locks:
+            self.cache.unlock(mine)
+            self.model.unlock(number)
+        else:
+            with pytest.raises(StaleHandleError):
+                self.cache.unlock(mine)
+        return mine
+
+    @rule(receipt=spent)
+    def unlock_again(self, receipt: LockReceipt) -> None:
+        with pytest.raises(StaleHandleError):
+            self.cache.unlock(receipt)
+
+    @rule(num_pages=st.integers(-1, NUM_PAGES + 1))
+    def evict(self, num_pages: int) -> None:
+        freed = self.model.evict(num_pages)
+        assert self.cache.evict(num_pages) == len(freed)
+        assert set(freed) <= set(self.rig.allocator.recorded_page_ids().tolist())
+
+    @rule()
+    def flush(self) -> None:
+        if self.model.pages(locked=True):
+            with pytest.raises(LockedPageError):
+                self.cache.flush()
+        else:
+            assert self.cache.flush() == len(self.model.evict(NUM_PAGES))
+
+    @rule(target=held, num_pages=st.integers(1, 3))
+    def hold(self, num_pages: int) -> object:
+        """A request's own pages, in nobody's tree."""
+        try:
+            pages = self.reserve(num_pages)
+        except OutOfPagesError:
+            return multiple()
+        self.held_pages.append(pages)
+        return pages
+
+    @rule(pages=consumes(held))
+    def let_go(self, pages: np.ndarray) -> None:
+        if any(pages is mine for mine in self.held_pages):
+            self.held_pages = [mine for mine in self.held_pages if mine is not pages]
+            self.rig.allocator.port.free(pages)
+
+    @rule()
+    def lose_pool(self) -> None:
+        self.rig.lose_pool()
+        self.held_pages = []
+        self.model.reset()
+
+    @invariant()
+    def content_order_and_locks_equal_the_list(self) -> None:
+        evictable, protected = self.cache.cached_page_ids()
+        assert set(evictable.tolist()) == self.model.pages(locked=False)
+        assert set(protected.tolist()) == self.model.pages(locked=True)
+        assert self.cache.evictable_pages == evictable.size
+        assert self.cache.protected_pages == protected.size
+        assert self.cache.num_nodes == len(self.model.nodes)
+        assert [node.pages.tolist() for node in self.tree.order] == [node.pages for node in self.model.oldest_first]
+
+    @invariant()
+    def ledger_balances(self) -> None:
+        self.rig.check(np.concatenate([np.empty(0, np.int32), *self.held_pages]))
+
+    @invariant()
+    def listener_knows_what_the_tree_holds(self) -> None:
+        self.replica.apply(self.recorder.drain())
+        assert self.replica.page_hashes == self.model.page_hashes()
+
+
+TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_tree_equals_the_list_model = TreeMachine.TestCase

@@ -1,0 +1,505 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType as Quantization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from app.config.model_config import Component, RopeScaling
+from app.errors import ConfigError
+from app.models.bundled import find_bundled_model
+from app.models.checkpoint import Checkpoint, open_checkpoint
+from app.models.gguf_convert import GgufModel, half_rotation_rows
+from app.models.gguf_file import GgufFile
+from app.text.tokenizer import load_tokenizer
+
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 2, 32, 4, 2, 8, 64
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "<|im_start|>", "<|im_end|>", "<own>"]
+TYPES = [1] * (len(TOKENS) - 3) + [3, 3, 4]
+START, END = TOKENS.index("<|im_start|>"), TOKENS.index("<|im_end|>")
+MERGES = ["h e", "l l", "he ll"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+PROJECT = Path(__file__).parents[3]
+HEADER_BYTES = 5_600  # of the small file written below
+LENGTHS = [struct.pack("<Q", length) for length in (0, 1 << 40, (1 << 63) - 1, 1 << 63)]
+
+Edit = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
+
+
+def hf_weights(*, extras: dict[str, tuple[int, ...]] | None = None) -> dict[str, np.ndarray]:
+    """Random weights under their Hugging Face names, as a converter would find them."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (len(TOKENS), WIDTH),
+        "model.norm.weight": (WIDTH,),
+    }
+    for layer in range(LAYERS):
+        own = {
+            "input_layernorm.weight": (WIDTH,),
+            "post_attention_layernorm.weight": (WIDTH,),
+            "self_attn.q_proj.weight": (HEADS * HEAD_DIM, WIDTH),
+            "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
+            "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
+            "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
+            "mlp.gate_proj.weight": (FFN, WIDTH),
+            "mlp.up_proj.weight": (FFN, WIDTH),
+            "mlp.down_proj.weight": (WIDTH, FFN),
+            **(extras or {}),
+        }
+        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in own.items()})
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    parts = name.split(".")
+    block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+    return f"{block}{GGUF_NAMES[parts[-2]]}.{parts[-1]}"
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to query and key rows: rotary pairs next to one another."""
+    rows, width = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def write_gguf(
+    path: Path,
+    weights: dict[str, np.ndarray],
+    *,
+    architecture: str = "llama",
+    edit: Edit = lambda writer, tensors: None,
+) -> Path:
+    """A small GGUF file with a tokenizer. `edit` may add metadata and change tensors before they are written."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50_000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types(TYPES)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(START)
+    writer.add_eos_token_id(END)
+    writer.add_chat_template(TEMPLATE)
+    tensors = {gguf_name(name): weight for name, weight in weights.items()}
+    if architecture == "llama":
+        for name in tensors:
+            if name.endswith("attn_q.weight"):
+                tensors[name] = interleaved(tensors[name], HEADS)
+            if name.endswith("attn_k.weight"):
+                tensors[name] = interleaved(tensors[name], KV_HEADS)
+    edit(writer, tensors)
+    for name, tensor in tensors.items():
+        if "ffn_up" in name:
+            writer.add_tensor(name, gguf.quants.quantize(tensor, Quantization.Q8_0), raw_dtype=Quantization.Q8_0)
+        else:
+            writer.add_tensor(name, tensor.astype(np.float16) if "ffn_gate" in name else tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def weights() -> dict[str, np.ndarray]:
+    return hf_weights()
+
+
+@pytest.fixture
+def model(tmp_path: Path, weights: dict[str, np.ndarray]) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", weights)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def converted(path: Path, cache: Path) -> Checkpoint:
+    return open_checkpoint(str(path), cache_dir=cache)
+
+
+def model_folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "models").iterdir() if path.is_dir())
+
+
+def test_weights_come_back_as_they_were(model: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
+    checkpoint = converted(model, cache)
+
+    assert checkpoint.weight_names() == tuple(sorted(weights))
+    for name, expected in weights.items():
+        tolerance = {"up_proj": 0.02, "gate_proj": 2e-3}.get(name.split(".")[-2], 0.0)  # stored as Q8_0 and F16
+        np.testing.assert_allclose(checkpoint.tensor(name), expected, atol=tolerance, rtol=0)
+
+
+def test_configuration_tokenizer_and_digest_come_with_them(model: Path, cache: Path) -> None:
+    checkpoint = converted(model, cache)
+    config, tokenizer = checkpoint.model_config, load_tokenizer(checkpoint.folder)
+
+    assert (config.architecture, config.num_layers, config.hidden_size, config.head_dim) == ("llama", 2, 32, 8)
+    assert (config.vocab_size, config.context_length, config.rope_theta) == (len(TOKENS), 128, 50_000.0)
+    assert config.rms_norm_eps == 1e-5  # not the float32 nearest to it, widened
+    assert config.tie_word_embeddings
+    assert (config.bos_token_id, config.eos_token_ids, tokenizer.eos_token_ids) == (START, (END,), (END,))
+    assert config.components == {Component.FULL}
+    assert checkpoint.digest == hashlib.sha256(model.read_bytes()).hexdigest()
+    assert checkpoint.folder == cache / "models" / checkpoint.digest
+
+    prompt = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "hell 12<own>"}]))
+    assert [TOKENS[token_id] for token_id in prompt] == [
+        *("<|im_start|>", *"us", "e", "r", "Ċ", "hell", "Ġ", "1", "2", "<own>", "<|im_end|>"),
+    ]
+    assert tokenizer.decode(prompt) == "user\nhell 12<own>"
+
+
+def test_an_output_matrix_of_its_own_unties_the_embedding(
+    tmp_path: Path, weights: dict[str, np.ndarray], cache: Path
+) -> None:
+    head = np.ones((len(TOKENS), WIDTH), np.float32)
+    path = write_gguf(tmp_path / "m.gguf", weights, edit=lambda _, tensors: tensors.update({"output.weight": head}))
+
+    checkpoint = converted(path, cache)
+
+    assert not checkpoint.model_config.tie_word_embeddings
+    np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), head)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extras"),
+    [
+        (
+            "qwen2",
+            {
+                f"self_attn.{part}_proj.bias": (heads * HEAD_DIM,)
+                for part, heads in [("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)]
+            },
+        ),
+        ("qwen3", {f"self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}),
+    ],
+)
+def test_qwen_files_keep_the_order_of_their_rows(
+    tmp_path: Path, cache: Path, architecture: str, extras: dict[str, tuple[int, ...]]
+) -> None:
+    weights = hf_weights(extras=extras)
+    path = write_gguf(tmp_path / "qwen.gguf", weights, architecture=architecture)
+
+    checkpoint = converted(path, cache)
+
+    assert checkpoint.model_config.architecture == architecture
+    assert checkpoint.weight_names() == tuple(sorted(weights))
+    for name in ["self_attn.q_proj.weight", "self_attn.k_proj.weight", *extras]:
+        np.testing.assert_array_equal(checkpoint.tensor(f"model.layers.1.{name}"), weights[f"model.layers.1.{name}"])
+
+
+def test_half_rotation_rows_undoes_interleaving_head_by_head() -> None:
+    rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of width 4
+
+    assert interleaved(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert half_rotation_rows(interleaved(rows, 2), 2).ravel().tolist() == rows.ravel().tolist()
+
+
+def test_large_weights_are_written_in_several_files(
+    model: Path, weights: dict[str, np.ndarray], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.models.gguf_convert._SHARD_BYTES", 20_000)
+
+    checkpoint = converted(model, cache)
+
+    assert len(list(checkpoint.folder.glob("model-*.safetensors"))) > 2
+    assert checkpoint.weight_names() == tuple(sorted(weights))
+    np.testing.assert_array_equal(checkpoint.tensor("model.norm.weight"), weights["model.norm.weight"])
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    """As the published code of Llama 3.1 divides frequencies, written as a loop over them."""
+    factors = []
+    for index in range(HEAD_DIM // 2):
+        wavelength = 2 * np.pi * 50_000.0 ** (2 * index / HEAD_DIM)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_llama3_scaling_is_found_in_its_divisors(tmp_path: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
+    divisors = {"rope_freqs.weight": llama3_factors(32.0)}
+    path = write_gguf(tmp_path / "m.gguf", weights, edit=lambda _, tensors: tensors.update(divisors))
+
+    scaling = converted(path, cache).model_config.rope_scaling
+
+    assert scaling == RopeScaling(kind="llama3", factor=32.0)
+
+
+def add_text(key: str, value: str) -> Edit:
+    return lambda writer, _: writer.add_string(key, value)
+
+
+def replace_text(key: str, value: str) -> Edit:
+    def edit(writer: gguf.GGUFWriter, _: dict[str, np.ndarray]) -> None:
+        writer.kv_data[0].pop(key)
+        writer.add_string(key, value)
+
+    return edit
+
+
+def with_tensor(name: str, tensor: np.ndarray) -> Edit:
+    return lambda _, tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (replace_text("tokenizer.ggml.pre", "deepseek-llm"), "tokenizer.ggml.pre='deepseek-llm'"),
+        (replace_text("tokenizer.ggml.model", "llama"), "tokenizer.ggml.model='llama'"),
+        (replace_text("tokenizer.ggml.tokens", "not a list"), "tokenizer.ggml.tokens"),
+        (replace_text("llama.block_count", "two"), "llama.block_count"),
+        (add_text("llama.rope.scaling.type", "yarn"), "rope_scaling"),
+        (lambda writer, _: writer.add_expert_count(8), "llama.expert_count=8"),
+        (lambda writer, _: writer.kv_data[0].pop("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens"),
+        (lambda writer, _: writer.kv_data[0].pop("llama.embedding_length"), "hidden_size"),
+        (with_tensor("rope_freqs.weight", np.full(4, 3.0, np.float32)), "rope_freqs.weight"),
+        (with_tensor("blk.0.surprise.weight", np.ones(4, np.float32)), "blk.0.surprise.weight"),
+        (lambda _, tensors: tensors.pop("blk.1.attn_k.weight"), "blk.1.attn_k.weight"),
+        (with_tensor("blk.0.attn_q.weight", np.ones((8, WIDTH), np.float32)), "blk.0.attn_q.weight=(8, 32)"),
+        (with_tensor("output_norm.weight", np.ones(WIDTH, np.int8)), "I8"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, weights: dict[str, np.ndarray], cache: Path, edit: Edit, named: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights, edit=edit)
+
+    with pytest.raises(ConfigError) as caught:
+        converted(path, cache)
+
+    assert named in str(caught.value)
+    assert model_folders(cache) == []
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path, cache: Path, weights: dict[str, np.ndarray]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", weights, architecture="mamba")
+
+    with pytest.raises(ConfigError, match=r"general\.architecture='mamba'.*llama, qwen2, qwen3"):
+        converted(path, cache)
+
+
+def test_a_file_cut_anywhere_is_refused(model: Path) -> None:
+    whole = model.read_bytes()
+    for kept in [*range(4, HEADER_BYTES, 53), *range(HEADER_BYTES, len(whole) - 32, 4_001), len(whole) - 33]:
+        model.write_bytes(whole[:kept])
+        with pytest.raises(ConfigError, match=r"tiny\.gguf"):
+            GgufModel(model)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that the examples of one test overwrite in turn."""
+    return write_gguf(tmp_path_factory.mktemp("damaged") / "scratch.gguf", hf_weights())
+
+
+@pytest.fixture(scope="module")
+def whole(scratch: Path) -> bytes:
+    return scratch.read_bytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_damaged_header_is_refused_or_harmless(scratch: Path, whole: bytes, data: st.DataObject) -> None:
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(4, HEADER_BYTES))
+        damage = data.draw(st.sampled_from([b"\0", b"\xff", b"\xff" * 8, *LENGTHS]) | st.binary(min_size=1, max_size=1))
+        content[place : place + len(damage)] = damage
+    scratch.write_bytes(content)
+
+    try:
+        model = GgufModel(scratch)
+    except ConfigError:
+        return
+    assert model.float32_bytes > 0
+
+
+@pytest.mark.parametrize("content", [b"GGUF", b"GGUF\x01\0\0\0" + b"\0" * 40, b"GGUF\0\0\0\x03" + b"\0" * 40])
+def test_an_unreadable_version_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"m\.gguf"):
+        GgufFile(path)
+
+
+def test_a_second_opening_reads_nothing_of_the_file(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = converted(model, cache)
+
+    def must_not_run(*_: Any) -> None:
+        raise AssertionError("the file was read again")
+
+    monkeypatch.setattr("app.models.gguf_convert.GgufModel", must_not_run)
+    monkeypatch.setattr("hashlib.file_digest", must_not_run)
+    assert converted(model, cache).folder == first.folder
+
+
+def test_a_changed_file_is_converted_anew(model: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
+    first = converted(model, cache)
+    weights["model.norm.weight"] += 1
+    write_gguf(model, weights)
+    os.utime(model, ns=(1, 1))
+
+    second = converted(model, cache)
+
+    assert second.digest != first.digest
+    np.testing.assert_array_equal(second.tensor("model.norm.weight"), weights["model.norm.weight"])
+
+
+@pytest.mark.parametrize("damage", ["cut weights", "no tokenizer", "no manifest", "empty manifest", "old format"])
+def test_a_damaged_conversion_is_made_anew(model: Path, cache: Path, damage: str) -> None:
+    folder = converted(model, cache).folder
+    manifest = folder / "conversion.json"
+    {
+        "cut weights": lambda: os.truncate(folder / "model.safetensors", 100),
+        "no tokenizer": (folder / "tokenizer.json").unlink,
+        "no manifest": manifest.unlink,
+        "empty manifest": lambda: manifest.write_text(""),
+        "old format": lambda: manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0')),
+    }[damage]()
+
+    checkpoint = converted(model, cache)
+
+    assert load_tokenizer(checkpoint.folder).vocab_size == len(TOKENS)
+    assert checkpoint.tensor("model.norm.weight").shape == (WIDTH,)
+
+
+def test_progress_is_told_and_reaches_its_end(model: Path, cache: Path) -> None:
+    told: list[tuple[str, float]] = []
+
+    open_checkpoint(str(model), cache_dir=cache, progress=lambda stage, fraction: told.append((stage, fraction)))
+
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert all(stage for stage, _ in told)
+
+
+def test_a_cache_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+
+    with pytest.raises(ConfigError, match=r"cannot be converted into .*file/models.*TPUKV_CACHE_DIR"):
+        converted(model, in_the_way)
+
+
+def test_a_full_disk_is_told_before_anything_is_written(model: Path, cache: Path, mocker) -> None:
+    mocker.patch("shutil.disk_usage").return_value.free = 1000
+
+    with pytest.raises(ConfigError, match="0 MB are free"):
+        converted(model, cache)
+    assert model_folders(cache) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing(model: Path, cache: Path, mocker) -> None:
+    mocker.patch("app.models.gguf_convert.save_file", side_effect=OSError(28, "No space left on device"))
+
+    with pytest.raises(ConfigError, match="No space left"):
+        converted(model, cache)
+    assert model_folders(cache) == []
+
+
+OPEN = """
+import os, signal, sys
+from pathlib import Path
+from app.models.checkpoint import open_checkpoint
+
+def progress(stage, fraction):
+    print(stage, flush=True)
+    if stage == "converting weights" and fraction > 0.5 and sys.argv[3] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint = open_checkpoint(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=progress)
+print("norm", checkpoint.tensor("model.norm.weight").sum())
+"""
+
+
+def start(model: Path, cache: Path, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OPEN, str(model), str(cache), how]
+    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_at_once_convert_it_once(model: Path, cache: Path) -> None:
+    processes = [start(model, cache, "live") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("converting weights" in output for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert model_folders(cache) == [hashlib.sha256(model.read_bytes()).hexdigest()]
+
+
+def test_a_killed_conversion_leaves_nothing_that_is_taken_for_complete(
+    model: Path, weights: dict[str, np.ndarray], cache: Path, tmp_path: Path
+) -> None:
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    process = start(model, cache, "die")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert model_folders(cache) == [f"{digest}.partial"]
+
+    # Another model's conversion clears it away; a new try of the same one succeeds.
+    weights["model.norm.weight"] += 1
+    other = converted(write_gguf(tmp_path / "other.gguf", weights), cache)
+    assert model_folders(cache) == [other.digest]
+    assert converted(model, cache).digest == digest
+    assert model_folders(cache) == sorted([digest, other.digest])
+
+
+@pytest.mark.model
+@pytest.mark.skipif(find_bundled_model() is None, reason="the bundled model is not installed: make model")
+def test_the_bundled_model_is_what_it_should_be() -> None:
+    checkpoint = open_checkpoint(str(find_bundled_model()))
+
+    assert checkpoint.digest == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    assert checkpoint.model_config.num_parameters == sum(
+        checkpoint.tensor(name).size for name in checkpoint.weight_names()
+    )
+    assert json.loads((checkpoint.folder / "config.json").read_text())["model_type"] == "llama"

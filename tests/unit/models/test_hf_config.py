@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.model_config import Component, RopeScaling
+from app.errors import ConfigError
+from app.models.hf_config import load_model_config, model_config_from_hf
+
+FULL, SWA, RECURRENT = Component.FULL, Component.SWA, Component.RECURRENT
+
+
+def config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A small config.json of a family, with the fields that every one of them has."""
+    shape = {
+        "model_type": model_type,
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+    return {**shape, **changes}
+
+
+def test_a_llama_is_read_in_full() -> None:
+    model = model_config_from_hf(
+        config(
+            "llama",
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            tie_word_embeddings=True,
+            bos_token_id=128000,
+            eos_token_id=[128001, 128009],
+            attention_bias=False,
+            hidden_act="silu",
+        )
+    )
+
+    assert (model.architecture, model.num_layers, model.num_heads, model.num_kv_heads) == ("llama", 4, 8, 2)
+    assert (model.head_dim, model.context_length, model.vocab_size) == (8, 4096, 1000)
+    assert (model.rms_norm_eps, model.rope_theta, model.tie_word_embeddings) == (1e-5, 500000.0, True)
+    assert model.rope_scaling == RopeScaling(kind="llama3", factor=32.0, original_context_length=8192)
+    assert (model.bos_token_id, model.eos_token_ids) == (128000, (128001, 128009))
+    assert (model.attention_bias, model.qk_norm, model.sliding_window) == (False, False, None)
+    assert model.components == {FULL}
+
+
+def test_absent_fields_have_the_defaults_of_the_family() -> None:
+    model = model_config_from_hf({**config("llama"), "num_key_value_heads": None})
+
+    assert model.num_kv_heads == 8
+    assert (model.rms_norm_eps, model.rope_theta, model.tie_word_embeddings) == (1e-6, 10_000.0, False)
+    assert (model.rope_scaling, model.eos_token_ids, model.bos_token_id) == (RopeScaling(), (), None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeScaling(kind="linear", factor=2.0)),
+        ({"rope_scaling": {"rope_type": "default"}}, RopeScaling()),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, RopeScaling()),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4, "rope_theta": 5.0}},
+            RopeScaling(kind="linear", factor=4.0),
+        ),
+    ],
+)
+def test_rope_settings_are_found_in_their_old_and_new_places(fields: dict[str, Any], expected: RopeScaling) -> None:
+    model = model_config_from_hf(config("llama", **fields))
+
+    assert model.rope_scaling == expected
+    assert model.rope_theta == (5.0 if "rope_parameters" in fields else 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "components", "window"),
+    [
+        ("mistral", {"sliding_window": None}, {FULL}, None),
+        ("mistral", {"sliding_window": 1024}, {SWA}, 1024),
+        ("mistral", {"sliding_window": 4096}, {FULL}, None),  # never cuts anything within the context
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, {FULL}, None),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2}, {FULL, SWA}, 1024),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 4}, {FULL}, None),
+        ("qwen3", {"sliding_window": None, "use_sliding_window": False}, {FULL}, None),
+        ("gemma2", {"sliding_window": 512}, {FULL, SWA}, 512),
+        ("gemma3_text", {"sliding_window": 512}, {FULL, SWA}, 512),
+        ("gpt_oss", {"sliding_window": 128, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, {FULL, SWA}, 128),
+        ("qwen3_next", {}, {FULL, RECURRENT}, None),
+        ("falcon_h1", {}, {FULL, RECURRENT}, None),
+        ("jamba", {}, {FULL, RECURRENT}, None),
+    ],
+)
+def test_components_follow_from_the_family_and_its_window(
+    family: str, fields: dict[str, Any], components: set[Component], window: int | None
+) -> None:
+    model = model_config_from_hf(config(family, **fields))
+
+    assert model.components == components
+    assert model.sliding_window == window
+
+
+def test_qwen2_has_biases_and_qwen3_norms_of_heads() -> None:
+    qwen2 = model_config_from_hf(config("qwen2"))
+    qwen3 = model_config_from_hf(config("qwen3", head_dim=128))
+
+    assert (qwen2.attention_bias, qwen2.qk_norm) == (True, False)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"model_type='mamba'.*falcon_h1.*llama.*qwen3") as caught:
+        model_config_from_hf(config("mamba"))
+    assert caught.value.field == "model_type"
+
+
+@pytest.mark.parametrize("model_type", [None, 3, ["llama"], {}])
+def test_a_family_that_is_no_name_is_refused(model_type: Any) -> None:
+    with pytest.raises(ConfigError, match="model_type"):
+        model_config_from_hf({**config("llama"), "model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "hidden_size", None),
+        ("llama", "hidden_size", 0),
+        ("llama", "hidden_size", "64"),
+        ("llama", "hidden_size", True),
+        ("llama", "hidden_size", 65),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "rms_norm_eps", -1.0),
+        ("llama", "rms_norm_eps", float("nan")),
+        ("llama", "tie_word_embeddings", "yes"),
+        ("llama", "eos_token_id", "</s>"),
+        ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("llama", "rope_scaling", "linear"),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "mlp_bias", True),
+        ("llama", "attention_bias", True),
+        ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("qwen3", "attention_bias", True),
+        ("qwen2", "use_sliding_window", 1),
+        ("mistral", "sliding_window", 0),
+        ("gemma2", "sliding_window", None),
+    ],
+)
+def test_a_field_that_cannot_be_served_is_refused_by_name(family: str, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(config(family, **{field: value}))
+    assert caught.value.field == f"config.json {field}"
+
+
+def test_a_scaling_without_its_factor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="factor"):
+        model_config_from_hf(config("llama", rope_scaling={"rope_type": "linear"}))
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        load_model_config(tmp_path)
+
+    (tmp_path / "config.json").write_text(json.dumps(config("llama")))
+    assert load_model_config(tmp_path).num_layers == 4
