@@ -12,7 +12,7 @@ _Held = TypeVar("_Held")
 
 
 class ReceiptBook(Generic[_Held]):
-    """Which locks are out, and what each holds. `epoch` grows on every `void`."""
+    """Which locks are out, and what each holds. `epoch` grows on every `void`; numbers start anew with it."""
 
     __slots__ = ("_held", "_next", "epoch")
 
@@ -38,6 +38,7 @@ class ReceiptBook(Generic[_Held]):
         """Every receipt that is out becomes stale."""
         self.epoch += 1
         self._held.clear()
+        self._next = 0
 
     def held(self) -> Iterator[_Held]:
         """What is locked, once for every receipt that is out."""

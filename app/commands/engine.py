@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from app.commands.progress import progress_bars
+from app.commands.progress import progress_bar
 from app.config.cache_type import CacheTypeChoice
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
@@ -60,7 +60,7 @@ class ContainerEngine:
             token_ids = self._tokenizer.encode(self._as_text(prompt))
             requests.append(Request(request_id=f"cli-{self._num_asked}", prompt_token_ids=token_ids, sampling=sampling))
             self._num_asked += 1
-        with progress_bars() as report:
+        with progress_bar() as report:
             report("computing; new shapes are compiled first", 0.0)
             return generate_all(self._scheduler, requests)
 
@@ -82,7 +82,7 @@ def open_container(server_args: ServerArgs, prepare: Callable[[Container], objec
     from app.containers import build_container
 
     with contextlib.ExitStack() as closing:
-        with progress_bars() as report:
+        with progress_bar() as report:
             container = build_container(server_args, progress=report)
             closing.callback(container.shutdown_resources)
             prepare(container)

@@ -11,24 +11,18 @@ Report = Callable[[str, float], None]
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Report]:
-    """A bar for each stage that is reported, while the context lasts; nothing at all if stderr is not a terminal."""
+def progress_bar() -> Iterator[Report]:
+    """One bar, with the stage that was reported last, while the context lasts; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield _silent
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(stage: str, fraction: float) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=1.0)
-            bars.update(tasks[stage], completed=fraction)
-
-        yield report
+        task = bars.add_task("", total=1.0)
+        yield lambda stage, fraction: bars.update(task, description=stage, completed=fraction)
 
 
 def _silent(_stage: str, _fraction: float) -> None:

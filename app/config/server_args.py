@@ -62,7 +62,7 @@ class ServerArgs:
     """Capacity of the KV pool in tokens, rounded down to whole pages; by default what memory allows."""
 
     context_length: int | None = None
-    """Longest request, prompt and output together, in tokens; by default the model's."""
+    """Longest request, prompt and output together, in tokens; by default the model's, or the pool's if that is less."""
 
     chunked_prefill_size: int = 512
     """Most prompt tokens computed in one step; -1 computes whole prompts at once."""

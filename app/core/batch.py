@@ -59,25 +59,34 @@ class PageRewrite:
 class BatchPlan:
     """One step, as control wants it. `identity` stamps every page id in it; the runtime compares it once.
 
-    Applied in this order: frees, releases, rewrites, admissions, then pages for every row.
+    Applied in this order: frees, releases, rewrites, admissions, then pages for every row. No row is named twice.
     A plan without rows is legal.
+
+    free_pages: (f,) int32, from TokenAllocator.recorded_frees().
+    release_*: (r,) int32, rows that end; their pages are not touched by this.
+    decode_positions: (d,) int32, position whose KV this step writes; the row's last token is fed.
+    extend_slots: (e,) int32; -1 - i is the row of admissions[i], and then its generation is not read.
+    extend_starts: (e,) int32, tokens whose KV is there before.
+    extend_lengths: (e,) int32, tokens of this chunk, at least one.
+    extend_samples: (e,) bool, whether the chunk's end is the row's end: a token is sampled.
+    extend_token_ids: (sum of extend_lengths,) int32, rows one after another.
     """
 
     identity: CacheIdentity
-    free_pages: np.ndarray = field(default_factory=_no_ints)  # (f,) int32, from TokenAllocator.recorded_frees()
-    release_slots: np.ndarray = field(default_factory=_no_ints)  # (r,) int32, rows that end; their pages are not touched by this
-    release_generations: np.ndarray = field(default_factory=_no_ints)  # (r,) int32
+    free_pages: np.ndarray = field(default_factory=_no_ints)
+    release_slots: np.ndarray = field(default_factory=_no_ints)
+    release_generations: np.ndarray = field(default_factory=_no_ints)
     rewrites: tuple[PageRewrite, ...] = ()
     admissions: tuple[Admission, ...] = ()
-    decode_slots: np.ndarray = field(default_factory=_no_ints)  # (d,) int32
-    decode_generations: np.ndarray = field(default_factory=_no_ints)  # (d,) int32
-    decode_positions: np.ndarray = field(default_factory=_no_ints)  # (d,) int32, position whose KV this step writes; its token is fed
-    extend_slots: np.ndarray = field(default_factory=_no_ints)  # (e,) int32; -1 - i is the row of admissions[i]
-    extend_generations: np.ndarray = field(default_factory=_no_ints)  # (e,) int32; not read where the slot is negative
-    extend_starts: np.ndarray = field(default_factory=_no_ints)  # (e,) int32, tokens whose KV is there before
-    extend_lengths: np.ndarray = field(default_factory=_no_ints)  # (e,) int32, tokens of this chunk
-    extend_samples: np.ndarray = field(default_factory=_no_bools)  # (e,) bool, whether the chunk's end is the row's end: a token is sampled
-    extend_token_ids: np.ndarray = field(default_factory=_no_ints)  # (sum of extend_lengths,) int32, rows one after another
+    decode_slots: np.ndarray = field(default_factory=_no_ints)
+    decode_generations: np.ndarray = field(default_factory=_no_ints)
+    decode_positions: np.ndarray = field(default_factory=_no_ints)
+    extend_slots: np.ndarray = field(default_factory=_no_ints)
+    extend_generations: np.ndarray = field(default_factory=_no_ints)
+    extend_starts: np.ndarray = field(default_factory=_no_ints)
+    extend_lengths: np.ndarray = field(default_factory=_no_ints)
+    extend_samples: np.ndarray = field(default_factory=_no_bools)
+    extend_token_ids: np.ndarray = field(default_factory=_no_ints)
 
     @property
     def num_rows(self) -> int:
@@ -159,15 +168,11 @@ class BatchPlanBuilder:
     def rewrite(self, rewrite: PageRewrite) -> None:
         self._rewrites.append(rewrite)
 
-    def admit(
-        self, prefix: CacheExtentRef, token_ids: np.ndarray, prompt_length: int, sampling: SamplingParams
-    ) -> int:
+    def admit(self, prefix: CacheExtentRef, token_ids: np.ndarray, prompt_length: int, sampling: SamplingParams) -> int:
         """-> the slot number by which `extend` names the new row in this plan (negative)."""
         prefix.check(self.identity)
         self._admissions.append(
-            Admission(
-                prefix_pages=prefix.pages(), prompt_length=prompt_length, token_ids=token_ids, sampling=sampling
-            )
+            Admission(prefix_pages=prefix.pages(), prompt_length=prompt_length, token_ids=token_ids, sampling=sampling)
         )
         return -len(self._admissions)
 

@@ -1,7 +1,7 @@
 """The request rows: which pages each running request reads, in token order.
 
-Two copies of one table. The host mirror is the truth and is changed at once, vectorised; the device table follows by one
-packed delta per executed step, in dispatch order, so that a step already dispatched never sees a later change.
+Two copies of one table. The host mirror is the truth and is changed at once, vectorised; the device table follows by
+one packed delta per executed step, in dispatch order, so that a step already dispatched never sees a later change.
 
     mirror  (num_rows, max_pages) int32   changed by prepare_batch
     device  (num_rows, max_pages) int32   donated and replaced by `apply` right before the step that needs it

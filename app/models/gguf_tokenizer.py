@@ -74,7 +74,7 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: GgufMetadata) -> None:
     marked = list(zip(tokens, types, strict=False))
     control = [token for token, token_type in marked if token_type == TokenType.CONTROL]
     own = [token for token, token_type in marked if token_type == TokenType.USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
 
 

@@ -28,7 +28,7 @@ from app.models.llama import Attend, LayerWeights, ModelWeights, TensorPlan, Tok
 from app.tpu.kv_pool import POOL_PARTITION, KVBuffers, locate
 from app.tpu.mesh import TENSOR_AXIS
 
-PREFERRED_GROUP_SIZES = (10, 9, 8, 7, 6, 5)  # layers a program, the first that divides the model's layers
+MAX_GROUPS = 6  # programs of layers a step: two steps and their sampling stay below the 32 that the CPU client queues
 REPLICATED = PartitionSpec()
 
 
@@ -146,8 +146,9 @@ class LlamaModelRunner:
 
 
 def layer_groups(num_layers: int) -> tuple[slice, ...]:
-    """The layers of each program. Equal groups where the count allows, since each size compiles anew."""
-    size = next((size for size in PREFERRED_GROUP_SIZES if num_layers % size == 0), min(num_layers, 8))
+    """The layers of each program: at most MAX_GROUPS, equal where the count allows, since each size compiles anew."""
+    least = -(-num_layers // MAX_GROUPS)
+    size = next((size for size in range(least, least * 3 // 2 + 1) if num_layers % size == 0), least)
     return tuple(slice(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
 
 

@@ -135,7 +135,7 @@ def _penalise(logits: jax.Array, penalties: PenaltyRows) -> jax.Array:
     logits = logits + bias
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen | (counts > 0), repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
+    return logits - frequency * counts.astype(jnp.float32) - jnp.where(counts > 0, presence, 0)
 
 
 def _heat(logits: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -100,9 +100,7 @@ class StepDispatcher:
             max_chunk=bucket(int(lengths.max()), MIN_CHUNK),
         )
         logits = self._with_pool(self._runner.extend, inputs)
-        return SectionResult(
-            self._sampling.choose(logits, slots, starts + lengths, plan.extend_samples), slots.size
-        )
+        return SectionResult(self._sampling.choose(logits, slots, starts + lengths, plan.extend_samples), slots.size)
 
     def _page_table(self, padded_slots: np.ndarray, longest: int) -> Any:
         smallest = -(-MIN_CONTEXT // self._page_size)

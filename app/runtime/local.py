@@ -1,4 +1,4 @@
-"""The runtime in the scheduler's own process: owner of the pools, the rows, the page table and the order of device work.
+"""The runtime in the scheduler's own process: owner of pools, rows, page table and the order of device work.
 
 Life of a batch:     prepare_batch --> PREPARED --> execute_batch --> RUNNING --> its handle is read --> over
                                           `-----> discard_batch --> over
@@ -31,6 +31,7 @@ from app.errors import (
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta
 from app.runtime.dispatch import LentPool, StepDispatcher
+from app.runtime.plan_check import check_plan
 from app.runtime.row_sampling import RowSampling
 from app.runtime.step_handle import LocalStepHandle
 
@@ -54,9 +55,11 @@ class _Reservation:
     """What a prepared batch holds until it is executed or discarded."""
 
     plan: BatchPlan
+    admitted: np.ndarray  # (admissions,) int32, their rows
     row_slots: np.ndarray  # (rows,) int32, admissions resolved
     page_counts: np.ndarray  # (rows,) int32, pages that each row gained
-    deltas: list[TableDelta]
+    rewrites: list[TableDelta]  # they hold even if it is discarded
+    appends: list[TableDelta]  # then what it reserved
 
 
 class LocalRuntime:
@@ -124,7 +127,7 @@ class LocalRuntime:
         self._require_open("prepare_batch")
         if plan.identity != self.identity:
             raise StaleHandleError(what="plan for pool", held=tuple(plan.identity), current=tuple(self.identity))
-        self._check_handles(plan)
+        check_plan(plan, rows=self._rows, allocator=self._allocator, vocab_size=self._runner.vocab_size)
         needs = self._page_needs(plan)
         self._check_capacity(plan, int(needs.sum()))
         return self._reserve(plan, needs)
@@ -143,8 +146,11 @@ class LocalRuntime:
             on_failure=self._lose_pool,
         )
         self._unread.append(handle)
-        deltas, self._carried = [*self._carried, *reservation.deltas], []
+        deltas, self._carried = [*self._carried, *reservation.rewrites, *reservation.appends], []
         try:
+            # Not before: a batch prepared earlier may still sample for the request that had the row.
+            for slot, admission in zip(reservation.admitted.tolist(), reservation.plan.admissions, strict=True):
+                self._sampling.admit(slot, admission)
             handle.started(self._dispatcher.run(reservation.plan, reservation.row_slots[num_decodes:], deltas))
         except Exception as error:
             # The device may raise anything; whatever it is, the pool was lent and is gone.
@@ -163,7 +169,8 @@ class LocalRuntime:
         self._allocator.give_back(prepared.pages)
         self._rows.undo_append(reservation.row_slots, reservation.page_counts)
         self._rows.release(prepared.admitted_slots)
-        self._carried += reservation.deltas
+        earlier = next(reversed(self._prepared.values()), None)
+        (earlier.appends if earlier else self._carried).extend(reservation.rewrites)
 
     def check_integrity(self) -> None:
         """Allocator and rows are sound, and every page that a row reads is held by somebody."""
@@ -178,20 +185,6 @@ class LocalRuntime:
                 raise IntegrityError(owner="LocalRuntime", broken=f"row {slot} reads free pages {stray[:8].tolist()}")
 
     # -- prepare -----------------------------------------------------------------------------------------------------
-
-    def _check_handles(self, plan: BatchPlan) -> None:
-        rows = self._rows
-        rows.check_handles(plan.release_slots, plan.release_generations)
-        rows.check_handles(plan.decode_slots, plan.decode_generations)
-        old = plan.extend_slots >= 0
-        rows.check_handles(plan.extend_slots[old], plan.extend_generations[old])
-        if plan.rewrites:
-            rows.check_handles(
-                np.array([rewrite.slot for rewrite in plan.rewrites], np.int32),
-                np.array([rewrite.generation for rewrite in plan.rewrites], np.int32),
-            )
-        for admission in plan.admissions:
-            self._allocator.check_held(admission.prefix_pages)
 
     def _page_needs(self, plan: BatchPlan) -> np.ndarray:
         """(rows,) int32 pages that each row lacks for its tokens of this step."""
@@ -217,21 +210,28 @@ class LocalRuntime:
         rows = self._rows
         self._allocator.apply_frees(plan.free_pages)  # the only thing here that can refuse, and it goes first
         rows.release(plan.release_slots)
-        deltas = [rows.rewrite(rewrite) for rewrite in plan.rewrites]
+        rewrites = [rows.rewrite(rewrite) for rewrite in plan.rewrites]
+        appends = []
         admitted = rows.allocate(len(plan.admissions))
         for slot, admission in zip(admitted.tolist(), plan.admissions, strict=True):
             count = np.array([admission.prefix_pages.size], np.int32)
-            deltas.append(rows.append(np.array([slot], np.int32), count, admission.prefix_pages))
-            self._sampling.admit(slot, admission)
+            appends.append(rows.append(np.array([slot], np.int32), count, admission.prefix_pages))
         extend_slots = plan.extend_slots.copy()
         new = extend_slots < 0
         extend_slots[new] = admitted[-1 - extend_slots[new]]
         row_slots = np.concatenate([plan.decode_slots, extend_slots])
         pages = self._allocator.allocate(int(needs.sum()))
-        deltas.append(rows.append(row_slots, needs, pages))
+        appends.append(rows.append(row_slots, needs, pages))
         batch_id = self._next_batch_id
         self._next_batch_id += 1
-        self._prepared[batch_id] = _Reservation(plan=plan, row_slots=row_slots, page_counts=needs, deltas=deltas)
+        self._prepared[batch_id] = _Reservation(
+            plan=plan,
+            admitted=admitted,
+            row_slots=row_slots,
+            page_counts=needs,
+            rewrites=rewrites,
+            appends=appends,
+        )
         offsets = np.zeros(needs.size + 1, np.int32)
         np.cumsum(needs, out=offsets[1:])
         return PreparedBatch(

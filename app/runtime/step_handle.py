@@ -30,7 +30,7 @@ class LocalStepHandle:
     ) -> None:
         self._batch_id = batch_id
         self._num_rows = num_rows
-        self._extend_samples = extend_samples
+        self._extend_samples = extend_samples.copy()  # control may reuse its array before the step is read
         self._identity = identity
         self._on_read = on_read
         self._on_failure = on_failure
@@ -54,7 +54,8 @@ class LocalStepHandle:
     def done(self) -> bool:
         if self._completion is not None or self._failure is not None:
             return True
-        return all(array.is_ready() for section in self._sections for array in section.sampled)
+        arrays = [array for section in self._sections for array in section.sampled]
+        return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
 
     def wait(self, timeout: float | None = None) -> BatchCompletion:
         if self._completion is None:

@@ -12,24 +12,23 @@ from app.scheduling.scheduler import Scheduler
 def generate_all(scheduler: Scheduler, requests: Iterable[Request]) -> list[RequestOutput]:
     """Serve `requests` together; -> their replies in the same order. RequestError, before any runs, if one is refused.
 
-    On any other way out (Ctrl-C) the requests are aborted, so that the scheduler is as it was.
+    The scheduler is this call's alone: replies to requests that others added are lost. On any other way out (Ctrl-C)
+    what has not ended is aborted, so that the scheduler is as it was.
     """
     requests = list(requests)
     outputs: dict[str, RequestOutput] = {}
-    added: list[str] = []
+    added: set[str] = set()
     try:
         for request in requests:
+            if request.request_id in added:
+                raise RequestError(field="request_id", value=request.request_id, allowed="an id that is given once")
             scheduler.add(request)
-            added.append(request.request_id)
-        while len(outputs) < len(requests):
+            added.add(request.request_id)
+        while not added <= outputs.keys():
             outputs.update((output.request_id, output) for output in scheduler.step())
-    except (RequestError, KeyboardInterrupt):
-        for request_id in added:
-            scheduler.abort(request_id)
-        raise
     finally:
-        while scheduler.has_work() and len(outputs) < len(requests):
-            outputs.update((output.request_id, output) for output in scheduler.step())
-    while scheduler.has_work():
-        scheduler.step()
+        for request_id in added - outputs.keys():
+            scheduler.abort(request_id)
+        while scheduler.has_work():
+            scheduler.step()
     return [outputs[request.request_id] for request in requests]

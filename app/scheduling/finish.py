@@ -29,8 +29,9 @@ class FinishRule:
         params = sequence.sampling
         token = sequence.output[-1]
         due = len(sequence.output) >= params.min_tokens
-        stopped = bool(params.stop) and self._stop_string_found(sequence, token, due)
-        if due and (stopped or token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)):
+        if due and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)):
+            return "stop"  # before its text is looked at: it has none
+        if params.stop and self._stop_string_found(sequence, token, due):
             return "stop"
         return None
 
@@ -59,8 +60,6 @@ class FinishRule:
     def _text(self, sequence: Sequence, reason: FinishReason) -> str:
         if sequence.text is not None:
             return sequence.text.finish()
-        output = sequence.output
-        if reason == "stop" and output and output[-1] in sequence.sampling.stop_token_ids:
-            output = output[:-1]
+        output = sequence.output[:-1] if reason == "stop" else sequence.output
         stream = self._detokenizer.stream(skip_special_tokens=sequence.sampling.skip_special_tokens)
         return stream.push(output) + stream.flush()

@@ -138,21 +138,25 @@ class Planner:
             self._add_chunk(draft, sequence, self._table.num_pages[sequence.slot])
 
     def _unblock_prefills(self, draft: Draft, unfinished: list[Sequence]) -> None:
-        """Nothing could run because half-done prompts hold all the pages: the youngest give way to the oldest."""
+        """Nothing could run because half-done prompts hold all the pages: the youngest give way to the oldest.
+
+        A row that only waits for its last token is about to give its pages back: then this round runs nothing.
+        """
+        if len(unfinished) < self._table.num_running:
+            return
         while not draft.chunks:
             if not self.retract_youngest():
                 self._end_for_capacity(unfinished[0])
                 return
-            if unfinished[0].status is Status.PREFILL:
-                self._add_chunk(draft, unfinished[0], self._table.num_pages[unfinished[0].slot])
+            self._add_chunk(draft, unfinished[0], self._table.num_pages[unfinished[0].slot])
 
     def _admit(self, draft: Draft, slots_left: int) -> None:
-        """Give rows to waiting sequences while rows, prompt budget and pages last; the first that does not fit stops it.
+        """Give rows to waiting sequences while rows, prompt budget and pages last; the first that does not fit ends it.
 
         A newcomer must fit with all of its known tokens and one more, beside what running prompts still need and one
         page of growth for each running row: admitting what would soon be retracted costs more than waiting.
         """
-        if not len(self._waiting):
+        if not len(self._waiting) or not slots_left or not draft.budget:
             return
         running = self._table.running()
         promised = sum(self._unreserved(seq, draft) for seq in running) + len(running)

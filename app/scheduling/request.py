@@ -93,8 +93,8 @@ class Sequence:
     def __init__(self, request: Request, sampling: SamplingParams, arrival: int) -> None:
         self.request = request
         self.sampling = sampling
-        self.prompt = request.prompt_token_ids
-        self.key = RadixKey.of(self.prompt, request.namespace)  # of every known token when it waits
+        self.key = RadixKey.of(request.prompt_token_ids, request.namespace)  # of every known token when it waits
+        self.prompt = self.key.tokens()  # a copy: the client's array may change
         self.arrival = arrival
         self.arrival_ns = time.monotonic_ns()
         self.first_token_ns: int | None = None

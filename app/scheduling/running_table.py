@@ -18,7 +18,7 @@ NOBODY = -1
 
 
 class RunningTable:
-    """Owned by the scheduler. A row is set when prepare admitted it and cleared when its request ends or is retracted."""
+    """Owned by the scheduler. A row is set when prepare admitted it, cleared when its request ends or is retracted."""
 
     def __init__(self, num_rows: int, page_size: int) -> None:
         self.page_size = page_size

@@ -98,6 +98,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; a token in flight for it is dropped. Unknown ids: nothing."""
+        self._notice_new_pool()
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, "abort")
@@ -107,7 +108,9 @@ class Scheduler:
 
     def step(self) -> list[RequestOutput]:
         """Dispatch the next step, then take in the one before. -> the requests that ended, in order of ending."""
+        self._notice_new_pool()
         launched = self._launch()
+        self._notice_new_pool()
         allowed = 1 if launched and self._limits.overlap else 0
         while len(self._in_flight) > allowed:
             self._settle_oldest()
@@ -117,7 +120,8 @@ class Scheduler:
         return outputs
 
     def flush_cache(self) -> int:
-        """Drop all cached prefixes and return the pages freed. LockedPageError while requests run."""
+        """Drop all cached prefixes and return the pages freed. LockedPageError while a request reads one."""
+        self._notice_new_pool()
         return self._adapter.flush()
 
     @property
@@ -145,15 +149,13 @@ class Scheduler:
 
     def _launch(self) -> bool:
         """Plan, prepare and dispatch the next step. -> whether there was one."""
-        if self._adapter.identity != self._identity and not self._pool_changed():
-            return False
         draft = self._planner.draft(self._slots_available())
         if not draft.has_rows and (self._sequences or self._in_flight or not self._outbox.releases):
             return False
         try:
-            prepared = self._runtime.prepare_batch(self._planner.build(draft))
+            prepared = self._prepare(draft)
         except CapacityError as refusal:
-            again = self._plan_again(draft, refusal)
+            again = self._plan_again(refusal)
             if again is None:
                 return False
             draft, prepared = again
@@ -169,24 +171,31 @@ class Scheduler:
         self._in_flight.append(step)
         return True
 
-    def _pool_changed(self) -> bool:
-        """The pool is another one. -> whether planning may go on: not before the step that failed has been read."""
-        if not self._in_flight:
-            self._lose_pool("the runtime was reopened")
-        return not self._in_flight
+    def _notice_new_pool(self) -> None:
+        """The pool may be another one: a step failed as it was dispatched, or the runtime was closed and opened."""
+        if self._adapter.identity == self._identity:
+            return
+        failures = [step.handle.wait().failure for step in self._in_flight]
+        self._lose_pool(next(filter(None, failures), "the runtime was reopened"))
 
-    def _plan_again(self, refused: Draft, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
+    def _prepare(self, draft: Draft) -> PreparedBatch:
+        """All or nothing on this side too: a plan that is refused leaves no lease behind."""
+        try:
+            return self._runtime.prepare_batch(self._planner.build(draft))
+        except Exception:
+            self._planner.undo(draft)
+            raise
+
+    def _plan_again(self, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
         """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
         _log.warning("plan_refused", reason=str(refusal), running=self.num_running, waiting=self.num_waiting)
-        self._planner.undo(refused)
         self._planner.retract_youngest()
         draft = self._planner.draft(self._slots_available())
         if not draft.has_rows:
             return None
         try:
-            return draft, self._runtime.prepare_batch(self._planner.build(draft))
+            return draft, self._prepare(draft)
         except CapacityError:
-            self._planner.undo(draft)
             if self._in_flight:
                 return None
             raise  # nothing can change any more: budget and runtime disagree, a bug of ours
@@ -231,8 +240,9 @@ class Scheduler:
     # -- taking in what a step produced ------------------------------------------------------------------------------
 
     def _settle_oldest(self) -> None:
-        step = self._in_flight.pop(0)
+        step = self._in_flight[0]
         completion = step.handle.wait()
+        self._in_flight.pop(0)  # not before: the wait may be interrupted, and is then repeated
         if completion.failure is not None:
             self._lose_pool(completion.failure)
             return
@@ -249,9 +259,10 @@ class Scheduler:
         live = slots[rows]
         sequences = table.sequences
         for slot, token in zip(live.tolist(), tokens[rows].tolist(), strict=True):
-            sequences[slot].output.append(token)  # type: ignore[union-attr]
+            sequences[slot].output.append(token)
         table.known[live] += 1
-        ending = self._finish_rule.may_end(tokens[rows]) | table.attention[live] | (table.known[live] >= table.end[live])
+        ending = self._finish_rule.may_end(tokens[rows])
+        ending |= table.attention[live] | (table.known[live] >= table.end[live])
         for row in rows[ending].tolist():
             sequence = sequences[slots[row]]
             assert sequence is not None, "a live row has a sequence"

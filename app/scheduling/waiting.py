@@ -19,24 +19,29 @@ class WaitingQueue:
     """Sequences without a row, in arrival order. A retracted one comes back to its old place."""
 
     def __init__(self, policy: SchedulePolicy, adapter: SchedulerAdapter) -> None:
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}  # in order of arrival
+        self._latest = -1  # the highest arrival that was ever added
         self._adapter = adapter
-        orders: dict[SchedulePolicy, Callable[[list[Sequence]], list[Sequence]]] = {
-            "fcfs": _by_arrival,
+        orders: dict[SchedulePolicy, Callable[[], Iterable[Sequence]]] = {
+            "fcfs": self._by_arrival,
             "lpm": self._by_longest_prefix,
         }
         self._order = orders[policy]
 
     def add(self, sequence: Sequence) -> None:
+        """O(1) for a new request; O(queue) for one that comes back."""
         self._sequences[sequence.request_id] = sequence
+        if sequence.arrival < self._latest:
+            self._sequences = dict(sorted(self._sequences.items(), key=lambda item: item[1].arrival))
+        self._latest = max(self._latest, sequence.arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Idempotent."""
         self._sequences.pop(sequence.request_id, None)
 
-    def in_order(self) -> list[Sequence]:
-        """Those that may be admitted now, first to be admitted first."""
-        return self._order([seq for seq in self._sequences.values() if not seq.owed])
+    def in_order(self) -> Iterable[Sequence]:
+        """Those that may be admitted now, first to be admitted first. The queue must not change meanwhile."""
+        return self._order()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -44,15 +49,14 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(list(self._sequences.values()))
 
-    def _by_longest_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
-        if len(sequences) > LPM_QUEUE_LIMIT or not self._adapter.reuses_prefixes:
-            return _by_arrival(sequences)
-        cached = {seq.request_id: self._adapter.probe(seq.key) for seq in sequences}
-        return sorted(sequences, key=lambda seq: (-cached[seq.request_id], seq.arrival))
+    def _by_arrival(self) -> Iterator[Sequence]:
+        return (seq for seq in self._sequences.values() if not seq.owed)
 
-
-def _by_arrival(sequences: list[Sequence]) -> list[Sequence]:
-    return sorted(sequences, key=lambda seq: seq.arrival)
+    def _by_longest_prefix(self) -> Iterable[Sequence]:
+        if len(self._sequences) > LPM_QUEUE_LIMIT or not self._adapter.reuses_prefixes:
+            return self._by_arrival()
+        cached = [(-self._adapter.probe(seq.key), seq.arrival, seq) for seq in self._by_arrival()]
+        return [seq for _, _, seq in sorted(cached, key=lambda each: each[:2])]
 
 
 class InBatchDedup:

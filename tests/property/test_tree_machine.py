@@ -62,7 +62,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert result.pages.tolist() == self.model.insert(namespace, path, own.tolist())
         assert result.num_tokens == len(path) * PAGE_SIZE
         assert sum(count for _, count in result.duplicates) == present
-        assert [first for first, _ in result.duplicates] == np.cumsum([0, *(n for _, n in result.duplicates)])[:-1].tolist()
+        assert [first for first, _ in result.duplicates] == np.cumsum([0, *(n for _, n in result.duplicates)])[
+            :-1
+        ].tolist()
         self.rig.free_what_was_not_adopted(own, result)
 
     @rule(target=receipts, tokens=token_lists, namespace=namespaces)
@@ -110,9 +112,11 @@ class TreeMachine(RuleBasedStateMachine):
             with pytest.raises(StaleHandleError):
                 self.cache.lock(match)
             return multiple()
-        assert self.model.match(namespace, path) == match.pages.tolist() == self.cache.match(
-            key_of([*np.ravel(path), 9], namespace)
-        ).pages.tolist()
+        assert (
+            self.model.match(namespace, path)
+            == match.pages.tolist()
+            == self.cache.match(key_of([*np.ravel(path), 9], namespace)).pages.tolist()
+        )
         return (self.cache.lock(match), self.model.lock(namespace, path))
 
     @rule(target=spent, receipt=consumes(receipts))

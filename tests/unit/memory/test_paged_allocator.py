@@ -128,6 +128,14 @@ def test_pages_that_are_not_the_callers_are_refused_without_any_change(
     assert state_of(allocator) == before
 
 
+def test_a_negative_id_does_not_count_from_the_end(allocator: PagedTokenToKVPoolAllocator) -> None:
+    allocator.allocate(CAPACITY)
+    for give in (allocator.port.free, allocator.give_back):
+        with pytest.raises(ForeignPageError):
+            give(ids(-1, 4, -3))
+    assert allocator.held_page_ids().size == CAPACITY
+
+
 def test_a_second_free_is_refused_before_and_after_the_first_is_applied(allocator: PagedTokenToKVPoolAllocator) -> None:
     """H01's ledger, from the allocator's side."""
     # given
@@ -273,5 +281,6 @@ def test_integrity_check_finds_a_page_with_two_owners_and_a_lost_one() -> None:
 
 @pytest.mark.parametrize("module", ["app.memory.paged_allocator", "app.caches.builtin", "app.bench.tree"])
 def test_trees_and_allocator_work_without_jax(module: str) -> None:
-    code = f"import sys, {module}; from app.caches.builtin import load_builtin_caches as load; load(); print('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    code = f"import {module}, app.caches.builtin as b, sys; b.load_builtin_caches(); print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

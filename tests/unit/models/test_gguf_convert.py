@@ -2,140 +2,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from gguf.constants import GGMLQuantizationType as Quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
 
 from app.config.model_config import Component, RopeScaling
 from app.errors import ConfigError
 from app.models.bundled import find_bundled_model
-from app.models.checkpoint import Checkpoint, open_checkpoint
+from app.models.checkpoint import open_checkpoint
 from app.models.gguf_convert import GgufModel, half_rotation_rows
 from app.models.gguf_file import GgufFile
 from app.text.tokenizer import load_tokenizer
+from tests.support.tiny_gguf import (
+    END,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    START,
+    TOKENS,
+    WIDTH,
+    Edit,
+    converted,
+    hf_weights,
+    interleaved,
+    model_folders,
+    write_gguf,
+)
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN = 2, 32, 4, 2, 8, 64
-TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "<|im_start|>", "<|im_end|>", "<own>"]
-TYPES = [1] * (len(TOKENS) - 3) + [3, 3, 4]
-START, END = TOKENS.index("<|im_start|>"), TOKENS.index("<|im_end|>")
-MERGES = ["h e", "l l", "he ll"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-PROJECT = Path(__file__).parents[3]
 HEADER_BYTES = 5_600  # of the small file written below
 LENGTHS = [struct.pack("<Q", length) for length in (0, 1 << 40, (1 << 63) - 1, 1 << 63)]
-
-Edit = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
-
-
-def hf_weights(*, extras: dict[str, tuple[int, ...]] | None = None) -> dict[str, np.ndarray]:
-    """Random weights under their Hugging Face names, as a converter would find them."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (len(TOKENS), WIDTH),
-        "model.norm.weight": (WIDTH,),
-    }
-    for layer in range(LAYERS):
-        own = {
-            "input_layernorm.weight": (WIDTH,),
-            "post_attention_layernorm.weight": (WIDTH,),
-            "self_attn.q_proj.weight": (HEADS * HEAD_DIM, WIDTH),
-            "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
-            "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
-            "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
-            "mlp.gate_proj.weight": (FFN, WIDTH),
-            "mlp.up_proj.weight": (FFN, WIDTH),
-            "mlp.down_proj.weight": (WIDTH, FFN),
-            **(extras or {}),
-        }
-        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in own.items()})
-    rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-
-
-GGUF_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-}
-
-
-def gguf_name(name: str) -> str:
-    parts = name.split(".")
-    block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
-    return f"{block}{GGUF_NAMES[parts[-2]]}.{parts[-1]}"
-
-
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows: rotary pairs next to one another."""
-    rows, width = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def write_gguf(
-    path: Path,
-    weights: dict[str, np.ndarray],
-    *,
-    architecture: str = "llama",
-    edit: Edit = lambda writer, tensors: None,
-) -> Path:
-    """A small GGUF file with a tokenizer. `edit` may add metadata and change tensors before they are written."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50_000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(TYPES)
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(START)
-    writer.add_eos_token_id(END)
-    writer.add_chat_template(TEMPLATE)
-    tensors = {gguf_name(name): weight for name, weight in weights.items()}
-    if architecture == "llama":
-        for name in tensors:
-            if name.endswith("attn_q.weight"):
-                tensors[name] = interleaved(tensors[name], HEADS)
-            if name.endswith("attn_k.weight"):
-                tensors[name] = interleaved(tensors[name], KV_HEADS)
-    edit(writer, tensors)
-    for name, tensor in tensors.items():
-        if "ffn_up" in name:
-            writer.add_tensor(name, gguf.quants.quantize(tensor, Quantization.Q8_0), raw_dtype=Quantization.Q8_0)
-        else:
-            writer.add_tensor(name, tensor.astype(np.float16) if "ffn_gate" in name else tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
@@ -151,14 +51,6 @@ def model(tmp_path: Path, weights: dict[str, np.ndarray]) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
-
-
-def converted(path: Path, cache: Path) -> Checkpoint:
-    return open_checkpoint(str(path), cache_dir=cache)
-
-
-def model_folders(cache: Path) -> list[str]:
-    return sorted(path.name for path in (cache / "models").iterdir() if path.is_dir())
 
 
 def test_weights_come_back_as_they_were(model: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
@@ -361,6 +253,17 @@ def test_a_damaged_header_is_refused_or_harmless(scratch: Path, whole: bytes, da
     assert model.float32_bytes > 0
 
 
+@pytest.mark.parametrize("length", [0, len(TOKENS) + 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("key", ["token_type", "tokens"])
+def test_a_damaged_length_is_refused_at_once(scratch: Path, whole: bytes, key: str, length: int) -> None:
+    length_at = whole.index(f"tokenizer.ggml.{key}".encode()) + len(f"tokenizer.ggml.{key}") + 8  # two types between
+    assert struct.unpack_from("<Q", whole, length_at) == (len(TOKENS),)
+    scratch.write_bytes(whole[:length_at] + struct.pack("<Q", length) + whole[length_at + 8 :])
+
+    with pytest.raises(ConfigError, match=r"scratch\.gguf"):
+        GgufModel(scratch)
+
+
 @pytest.mark.parametrize("content", [b"GGUF", b"GGUF\x01\0\0\0" + b"\0" * 40, b"GGUF\0\0\0\x03" + b"\0" * 40])
 def test_an_unreadable_version_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.gguf"
@@ -368,129 +271,6 @@ def test_an_unreadable_version_is_refused(tmp_path: Path, content: bytes) -> Non
 
     with pytest.raises(ConfigError, match=r"m\.gguf"):
         GgufFile(path)
-
-
-def test_a_second_opening_reads_nothing_of_the_file(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = converted(model, cache)
-
-    def must_not_run(*_: Any) -> None:
-        raise AssertionError("the file was read again")
-
-    monkeypatch.setattr("app.models.gguf_convert.GgufModel", must_not_run)
-    monkeypatch.setattr("hashlib.file_digest", must_not_run)
-    assert converted(model, cache).folder == first.folder
-
-
-def test_a_changed_file_is_converted_anew(model: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
-    first = converted(model, cache)
-    weights["model.norm.weight"] += 1
-    write_gguf(model, weights)
-    os.utime(model, ns=(1, 1))
-
-    second = converted(model, cache)
-
-    assert second.digest != first.digest
-    np.testing.assert_array_equal(second.tensor("model.norm.weight"), weights["model.norm.weight"])
-
-
-@pytest.mark.parametrize("damage", ["cut weights", "no tokenizer", "no manifest", "empty manifest", "old format"])
-def test_a_damaged_conversion_is_made_anew(model: Path, cache: Path, damage: str) -> None:
-    folder = converted(model, cache).folder
-    manifest = folder / "conversion.json"
-    {
-        "cut weights": lambda: os.truncate(folder / "model.safetensors", 100),
-        "no tokenizer": (folder / "tokenizer.json").unlink,
-        "no manifest": manifest.unlink,
-        "empty manifest": lambda: manifest.write_text(""),
-        "old format": lambda: manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0')),
-    }[damage]()
-
-    checkpoint = converted(model, cache)
-
-    assert load_tokenizer(checkpoint.folder).vocab_size == len(TOKENS)
-    assert checkpoint.tensor("model.norm.weight").shape == (WIDTH,)
-
-
-def test_progress_is_told_and_reaches_its_end(model: Path, cache: Path) -> None:
-    told: list[tuple[str, float]] = []
-
-    open_checkpoint(str(model), cache_dir=cache, progress=lambda stage, fraction: told.append((stage, fraction)))
-
-    fractions = [fraction for _, fraction in told]
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
-    assert all(stage for stage, _ in told)
-
-
-def test_a_cache_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-
-    with pytest.raises(ConfigError, match=r"cannot be converted into .*file/models.*TPUKV_CACHE_DIR"):
-        converted(model, in_the_way)
-
-
-def test_a_full_disk_is_told_before_anything_is_written(model: Path, cache: Path, mocker) -> None:
-    mocker.patch("shutil.disk_usage").return_value.free = 1000
-
-    with pytest.raises(ConfigError, match="0 MB are free"):
-        converted(model, cache)
-    assert model_folders(cache) == []
-
-
-def test_a_disk_that_fills_up_meanwhile_leaves_nothing(model: Path, cache: Path, mocker) -> None:
-    mocker.patch("app.models.gguf_convert.save_file", side_effect=OSError(28, "No space left on device"))
-
-    with pytest.raises(ConfigError, match="No space left"):
-        converted(model, cache)
-    assert model_folders(cache) == []
-
-
-OPEN = """
-import os, signal, sys
-from pathlib import Path
-from app.models.checkpoint import open_checkpoint
-
-def progress(stage, fraction):
-    print(stage, flush=True)
-    if stage == "converting weights" and fraction > 0.5 and sys.argv[3] == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-checkpoint = open_checkpoint(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=progress)
-print("norm", checkpoint.tensor("model.norm.weight").sum())
-"""
-
-
-def start(model: Path, cache: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", OPEN, str(model), str(cache), how]
-    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-
-
-def test_two_processes_at_once_convert_it_once(model: Path, cache: Path) -> None:
-    processes = [start(model, cache, "live") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-
-    assert [process.returncode for process in processes] == [0, 0]
-    assert sum("converting weights" in output for output in outputs) == 1
-    assert len({output.splitlines()[-1] for output in outputs}) == 1
-    assert model_folders(cache) == [hashlib.sha256(model.read_bytes()).hexdigest()]
-
-
-def test_a_killed_conversion_leaves_nothing_that_is_taken_for_complete(
-    model: Path, weights: dict[str, np.ndarray], cache: Path, tmp_path: Path
-) -> None:
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    process = start(model, cache, "die")
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert model_folders(cache) == [f"{digest}.partial"]
-
-    # Another model's conversion clears it away; a new try of the same one succeeds.
-    weights["model.norm.weight"] += 1
-    other = converted(write_gguf(tmp_path / "other.gguf", weights), cache)
-    assert model_folders(cache) == [other.digest]
-    assert converted(model, cache).digest == digest
-    assert model_folders(cache) == sorted([digest, other.digest])
 
 
 @pytest.mark.model

@@ -1,0 +1,409 @@
+"""What every registered cache type promises, whatever it is made of. Types that reuse prefixes promise more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from app.caches.base import BasePrefixCache
+from app.caches.builtin import load_builtin_caches
+from app.caches.registry import default_registry
+from app.core.keys import DEFAULT_NAMESPACE, Namespace
+from app.errors import LockedPageError, StaleHandleError
+from tests.support.tree_model import CacheRig, key_of
+
+load_builtin_caches()
+EVERY_TYPE = default_registry.names()
+REUSING_TYPES = [name for name in EVERY_TYPE if CacheRig(name).cache.reuses_prefixes]
+
+every_type = pytest.mark.parametrize("cache_type", EVERY_TYPE)
+reusing_types = pytest.mark.parametrize("cache_type", REUSING_TYPES)
+
+RigMaker = Callable[..., CacheRig]
+
+# Near-collisions: absent and empty, one text in each field, a text cut in two ways, look-alikes, ranks and their text.
+NAMESPACES = [
+    DEFAULT_NAMESPACE,
+    *(Namespace(**{field: text}) for field in ("adapter", "salt", "extra_key") for text in ("", "x", "0", "1", "None")),
+    Namespace(adapter="x", salt="y"),
+    Namespace(adapter="xy"),
+    Namespace(adapter="", salt="xy"),
+    Namespace(salt="x", extra_key="y"),
+    Namespace(extra_key="xy"),
+    Namespace(salt="а"),  # Cyrillic
+    Namespace(salt="a"),
+    Namespace(salt="e\u0301"),
+    Namespace(salt="\u00e9"),
+    Namespace(dp_rank=1),
+    Namespace(extra_key="1", dp_rank=1),
+]
+
+
+@pytest.fixture
+def new_rig() -> Iterator[RigMaker]:
+    """Makes caches; after the test, all invariants of each hold and no page is owned by nobody."""
+    rigs: list[CacheRig] = []
+
+    def make(cache_type: str, **settings: int) -> CacheRig:
+        rigs.append(CacheRig(cache_type, **settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.check()
+
+
+def sizes(cache: BasePrefixCache) -> tuple[int, int]:
+    return cache.evictable_pages, cache.protected_pages
+
+
+def eviction_order(rig: CacheRig) -> list[int]:
+    """Page ids in the order in which they leave, emptying the cache."""
+    while rig.cache.evict(1):
+        pass
+    return rig.allocator.recorded_page_ids().tolist()
+
+
+@every_type
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 3, 4], [9] * 40])
+def test_unknown_keys_match_nothing(new_rig: RigMaker, cache_type: str, tokens: list[int]) -> None:
+    """Behaviour 1. A key of one token is a key (peers' fault 7)."""
+    # given
+    rig = new_rig(cache_type)
+    rig.store(range(100, 108))
+
+    # when
+    found = rig.cache.match(key_of(tokens))
+
+    # then
+    assert (found.num_tokens, found.pages.tolist(), rig.cache.probe(key_of(tokens))) == (0, [], 0)
+    rig.cache.unlock(rig.cache.lock(found))
+
+
+@every_type
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
+def test_match_leaves_a_token_to_compute(new_rig: RigMaker, cache_type: str, page_size: int, length: int) -> None:
+    """Behaviours 2 and 14."""
+    # given
+    rig = new_rig(cache_type, page_size=page_size)
+    rig.store(range(length))
+
+    # when
+    found = rig.cache.match(key_of(range(length)))
+
+    # then
+    longest = (length - 1) // page_size * page_size if rig.cache.reuses_prefixes else 0
+    assert found.num_tokens == found.pages.size * page_size == longest
+
+
+@every_type
+def test_reset_forgets_everything_and_refuses_what_is_from_before(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 7."""
+    # given
+    rig = new_rig(cache_type)
+    receipt = rig.cache.lock(rig.store(range(16)))
+
+    # when
+    rig.lose_pool()
+    rig.cache.reset()
+
+    # then
+    assert (sizes(rig.cache), rig.matched(range(17)), rig.cache.num_nodes) == ((0, 0), 0, 0)
+    with pytest.raises(StaleHandleError):
+        rig.cache.unlock(receipt)
+
+    # and it goes on working, beside the old receipt
+    rig.store(range(16))
+    new = rig.cache.lock(rig.cache.match(key_of(range(17))))
+    with pytest.raises(StaleHandleError):
+        rig.cache.unlock(receipt)
+    rig.cache.unlock(new)
+
+
+@every_type
+@pytest.mark.parametrize("first_call", ["match", "probe", "evict", "sizes", "flush", "page ids"])
+def test_pages_of_a_pool_that_is_gone_are_never_served(new_rig: RigMaker, cache_type: str, first_call: str) -> None:
+    """Nobody has to tell the cache: the identity of the pool does."""
+    # given
+    rig = new_rig(cache_type)
+    receipt = rig.cache.lock(rig.store(range(16)))
+    cache = rig.cache
+    calls: dict[str, Callable[[], object]] = {
+        "match": lambda: cache.match(key_of(range(17))).num_tokens,
+        "probe": lambda: cache.probe(key_of(range(17))),
+        "evict": lambda: cache.evict(4),
+        "sizes": lambda: sum(sizes(cache)),
+        "flush": cache.flush,
+        "page ids": lambda: sum(ids.size for ids in cache.cached_page_ids()),
+    }
+
+    # when
+    rig.lose_pool()
+
+    # then
+    assert calls[first_call]() == 0
+    with pytest.raises(StaleHandleError):
+        cache.unlock(receipt)
+    assert rig.matched(range(17)) == 0
+
+
+@every_type
+def test_a_receipt_is_good_once(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 4, H04."""
+    # given
+    rig = new_rig(cache_type)
+    kept = rig.cache.lock(rig.store(range(16)))
+    receipt = rig.cache.lock(rig.cache.match(key_of(range(17))))
+    rig.cache.unlock(receipt)
+    before = sizes(rig.cache)
+
+    # then
+    with pytest.raises(StaleHandleError):
+        rig.cache.unlock(receipt)
+    assert sizes(rig.cache) == before
+    rig.cache.unlock(kept)
+
+
+@every_type
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_unfinished_longer_finished_leaves_the_ledger_balanced(
+    new_rig: RigMaker, cache_type: str, page_size: int
+) -> None:
+    """Behaviours 3 and 8: two requests publish the same prompt step by step; every duplicate is freed once."""
+    # given
+    rig = new_rig(cache_type, page_size=page_size, num_pages=1000)
+    tokens = np.arange(3 * 128 + 5, dtype=np.int32)
+    port = rig.allocator.port
+
+    for _ in range(2):
+        own = np.empty(0, np.int32)
+        shared, receipt = 0, rig.cache.lock(rig.cache.match(key_of(tokens[:1])))
+        for length in (128, 200, tokens.size):
+            # when: computed so far, published, the duplicates replaced by the cache's pages
+            own = np.concatenate([own, rig.take(-(-length // page_size) - own.size)])
+            result = rig.cache.insert(key_of(tokens[:length]), own)
+            published = result.pages.size
+            fresh, cached = own[shared:published], result.pages[shared:published]
+            port.free(fresh[fresh != cached])
+            own[:published] = result.pages
+            shared = published
+            longer = rig.cache.lock(result)
+            rig.cache.unlock(receipt)
+            receipt = longer
+
+            # then
+            rig.check(held_by_requests=own[shared:])
+
+        port.free(own[shared:])
+        rig.cache.unlock(receipt)
+        rig.check()
+
+    assert rig.cache.flush() == (tokens.size // page_size if rig.cache.reuses_prefixes else 0)
+    assert port.available() == port.capacity
+
+
+@every_type
+def test_a_retracted_request_leaves_only_the_shared_prefix(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 9: nothing published; its own pages are freed and the prefix it read is as it was."""
+    # given
+    rig = new_rig(cache_type)
+    rig.store(range(16))
+    before = sizes(rig.cache)
+    found = rig.cache.match(key_of(range(40)))
+    receipt = rig.cache.lock(found)
+    own = rig.take(10 - found.pages.size)
+
+    # when
+    rig.allocator.port.free(own)
+    rig.cache.unlock(receipt)
+
+    # then
+    assert sizes(rig.cache) == before
+    rig.check()
+
+
+@every_type
+@pytest.mark.parametrize("num_pages", [0, -1, -100])
+def test_evicting_nothing_changes_nothing(new_rig: RigMaker, cache_type: str, num_pages: int) -> None:
+    """H33."""
+    rig = new_rig(cache_type)
+    rig.store(range(16))
+    before = sizes(rig.cache)
+    assert rig.cache.evict(num_pages) == 0
+    assert sizes(rig.cache) == before
+
+
+@every_type
+def test_probing_changes_nothing_at_all(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 15, peers' fault 13: not a node, not the order in which pages will leave."""
+    # given two equal caches
+    rigs = [new_rig(cache_type), new_rig(cache_type)]
+    for rig in rigs:
+        for start in (0, 50, 100):
+            rig.store(range(start, start + 16))
+
+    # when one is probed, whole, within an edge, and past an edge
+    probed, untouched = rigs
+    lengths = [probed.cache.probe(key_of(range(n))) for n in (17, 9, 7, 40)]
+
+    # then
+    assert lengths == ([16, 8, 4, 16] if probed.cache.reuses_prefixes else [0, 0, 0, 0])
+    assert probed.cache.num_nodes == untouched.cache.num_nodes
+    assert eviction_order(probed) == eviction_order(untouched)
+
+
+@every_type
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_less_than_a_page_is_never_published(new_rig: RigMaker, cache_type: str, length: int) -> None:
+    """Behaviour 2."""
+    rig = new_rig(cache_type)
+    result = rig.store(range(length))
+    assert (result.num_tokens, result.pages.size, result.duplicates) == (0, 0, ())
+    rig.cache.unlock(rig.cache.lock(result))
+
+
+@reusing_types
+def test_a_match_returns_the_stored_pages_and_no_more(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 1."""
+    # given
+    rig = new_rig(cache_type)
+    stored = rig.store(range(16)).pages
+
+    # then: a longer query, a shorter one, one that differs in its third page
+    assert rig.cache.match(key_of(range(40))).pages.tolist() == stored.tolist()
+    assert rig.cache.match(key_of(range(9))).pages.tolist() == stored[:2].tolist()
+    assert rig.cache.match(key_of([*range(9), 99, 98, 97, 96])).pages.tolist() == stored[:2].tolist()
+
+    # and what lies behind the cuts is still there
+    assert rig.cache.match(key_of(range(17))).pages.tolist() == stored.tolist()
+
+
+@reusing_types
+@pytest.mark.parametrize("differs_at", range(16))
+def test_a_difference_inside_a_page_cuts_at_that_page(new_rig: RigMaker, cache_type: str, differs_at: int) -> None:
+    """Behaviour 2."""
+    rig = new_rig(cache_type)
+    rig.store(range(16))
+    query = [*range(differs_at), 77, *range(differs_at + 1, 20)]
+    assert rig.matched(query) == differs_at // 4 * 4
+
+
+@reusing_types
+def test_what_is_not_a_whole_page_stays_the_requests(new_rig: RigMaker, cache_type: str) -> None:
+    """Peers' fault 10: six tokens at page 4 publish one page."""
+    rig = new_rig(cache_type)
+    own = rig.take(2)
+    result = rig.cache.insert(key_of(range(6)), own)
+    assert (result.num_tokens, result.pages.tolist()) == (4, own[:1].tolist())
+    rig.check(held_by_requests=own[1:])
+    rig.allocator.port.free(own[1:])
+
+
+@reusing_types
+def test_evict_never_takes_a_locked_prefix(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 4, H04: a locked leaf protects its whole path, and nothing beyond it."""
+    # given a chain of two, and a branch
+    rig = new_rig(cache_type)
+    first = rig.store(range(8))
+    leaf = rig.store(range(16))
+    rig.store([*range(8), 50, 51, 52, 53])
+    receipts = [rig.cache.lock(leaf), rig.cache.lock(first)]
+    assert sizes(rig.cache) == (1, 4)
+
+    # when
+    freed = rig.cache.evict(100)
+
+    # then
+    assert freed == 1
+    assert rig.cache.match(key_of(range(17))).pages.tolist() == leaf.pages.tolist()
+
+    # when one lock of two is given back, then both
+    rig.cache.unlock(receipts[0])
+    assert sizes(rig.cache) == (2, 2)
+    rig.cache.unlock(receipts[1])
+    assert sizes(rig.cache) == (4, 0)
+
+
+@reusing_types
+def test_sizes_move_only_with_the_first_lock_and_the_last_unlock(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 4."""
+    rig = new_rig(cache_type)
+    stored = rig.store(range(16))
+    receipts = [rig.cache.lock(stored) for _ in range(3)]
+    seen = [sizes(rig.cache)]
+    for receipt in receipts:
+        rig.cache.unlock(receipt)
+        seen.append(sizes(rig.cache))
+    assert seen == [(0, 4), (0, 4), (0, 4), (4, 0)]
+
+
+@reusing_types
+def test_the_least_recently_used_leaves_first_and_a_leaf_before_its_parent(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 5; the count returned is the count freed."""
+    # given a parent with two children, the first of which is used again, and a newer stranger
+    rig = new_rig(cache_type)
+    parent = rig.store(range(4)).pages.tolist()
+    used_again = rig.store([0, 1, 2, 3, 10, 11, 12, 13]).pages.tolist()[1:]
+    old = rig.store([0, 1, 2, 3, 20, 21, 22, 23]).pages.tolist()[1:]
+    stranger = rig.store(range(90, 94)).pages.tolist()
+    rig.matched([0, 1, 2, 3, 10, 11, 12, 13, 0])
+
+    # then
+    assert eviction_order(rig) == [*old, *stranger, *used_again, *parent]
+
+
+@reusing_types
+def test_namespaces_share_nothing(new_rig: RigMaker, cache_type: str) -> None:
+    """Behaviour 6, H12, H29, peers' fault 8: a hit needs equal fields, each in its own place."""
+    # given
+    rig = new_rig(cache_type, num_pages=4 * len(NAMESPACES))
+    assert len(set(NAMESPACES)) == len(NAMESPACES)
+
+    # when the same tokens are stored in each, nothing of the others is hit
+    stored = []
+    for namespace in NAMESPACES:
+        assert rig.matched(range(17), namespace) == 0, namespace
+        stored.append(rig.store(range(16), namespace).pages)
+
+    # then all pages are distinct, and each finds its own
+    assert np.unique(np.concatenate(stored)).size == 4 * len(NAMESPACES)
+    for namespace, pages in zip(NAMESPACES, stored, strict=True):
+        assert rig.cache.match(key_of(range(17), namespace)).pages.tolist() == pages.tolist()
+
+
+@reusing_types
+@pytest.mark.parametrize(
+    ("one", "other"), [*permutations([DEFAULT_NAMESPACE, Namespace(salt=""), Namespace(dp_rank=1)], 2)]
+)
+def test_evicting_one_namespace_leaves_the_other(
+    new_rig: RigMaker, cache_type: str, one: Namespace, other: Namespace
+) -> None:
+    rig = new_rig(cache_type)
+    rig.store(range(16), one)
+    rig.store(range(16), other)
+    assert rig.cache.evict(4) == 4
+    assert (rig.matched(range(17), one), rig.matched(range(17), other)) == (0, 16)
+
+
+@reusing_types
+def test_flush_empties_the_cache_or_refuses_while_a_page_is_locked(new_rig: RigMaker, cache_type: str) -> None:
+    # given
+    rig = new_rig(cache_type)
+    stored = rig.store(range(16))
+    receipt = rig.cache.lock(stored)
+
+    # when locked
+    with pytest.raises(LockedPageError) as refusal:
+        rig.cache.flush()
+
+    # then
+    assert sorted(refusal.value.pages) == sorted(stored.pages.tolist())
+    assert rig.matched(range(17)) == 16
+
+    # when unlocked
+    rig.cache.unlock(receipt)
+    assert (rig.cache.flush(), sizes(rig.cache), rig.cache.num_nodes) == (4, (0, 0), 0)
