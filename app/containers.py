@@ -50,9 +50,7 @@ class Container(containers.DeclarativeContainer):
     checkpoint = Once(model.open_model, server_args.provided.model_path, progress)
     base_model_config = Once(lambda checkpoint: checkpoint.model_config, checkpoint)
     model_config = Once(sizing.served_model, server_args, base_model_config)
-    cache_type = Once(
-        resolve_cache_type, server_args, model_config, registry.provided.components_by_type.call()
-    )
+    cache_type = Once(resolve_cache_type, server_args, model_config, registry.provided.components_by_type.call())
     tokenizer = Once(load_tokenizer, checkpoint.provided.folder)
     detokenizer = Once(IncrementalDetokenizer, tokenizer)
 
@@ -120,9 +118,7 @@ class Container(containers.DeclarativeContainer):
     tree_cache: providers.Selector[BasePrefixCache] = providers.Selector(cache_type.provided.name)
     scheduler_adapter = Once(SchedulerAdapter, tree_cache)
     scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
-    finish_rule = Once(
-        FinishRule, eos_token_ids=tokenizer.provided.eos_token_ids, detokenizer=detokenizer
-    )
+    finish_rule = Once(FinishRule, eos_token_ids=tokenizer.provided.eos_token_ids, detokenizer=detokenizer)
     scheduler = Once(
         Scheduler, adapter=scheduler_adapter, runtime=runtime, finish_rule=finish_rule, limits=scheduler_limits
     )

@@ -1,6 +1,6 @@
 """Swapping one provider: the real model on a device pool that enforces donation.
 
-    python examples/fake_device_pool.py
+python examples/fake_device_pool.py
 """
 
 import numpy as np

@@ -22,7 +22,7 @@ from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
 from app.core.ports import DecodeInputs
 from app.core.sampling import SamplingParams
-from app.models.sampler import SamplingRows, SamplingVariant, sample
+from app.models.sampler import SamplingVariant, greedy_rows, sample
 from app.providers.testing import overridden
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.request import Request
@@ -114,21 +114,12 @@ def _bare_step(container: Container, batch: int) -> Callable[[], None]:
         table[row, :used] = 1 + (np.arange(used) + row * used) % pool.spec.num_pages
     lengths = np.zeros(rows, np.int32)
     lengths[:batch] = CONTEXT_TOKENS
-    inputs = DecodeInputs(token_ids=np.ones(rows, np.int32), lengths=lengths, page_table=table)
     inputs = DecodeInputs(
-        token_ids=jax.device_put(inputs.token_ids),
-        lengths=jax.device_put(inputs.lengths),
-        page_table=jax.device_put(inputs.page_table),
+        token_ids=jax.device_put(np.ones(rows, np.int32)),
+        lengths=jax.device_put(lengths),
+        page_table=jax.device_put(table),
     )
-    zeros = np.zeros(rows, np.float32)
-    sampling = SamplingRows(
-        temperature=zeros,
-        top_p=zeros + 1,
-        top_k=np.full(rows, -1, np.int32),
-        min_p=zeros,
-        seeds=np.zeros((rows, 2), np.uint32),
-        positions=lengths,
-    )
+    sampling = greedy_rows(rows)
 
     def step() -> None:
         buffers, logits = runner.decode(pool.take(), inputs)
@@ -202,7 +193,9 @@ def _one_control_step(scheduler: Scheduler, cache: TimedCache, runtime: TimedRun
     return total / 1e3, (total - tree - prepare) / 1e3, tree / 1e3, prepare / 1e3
 
 
-def _fill(scheduler: Scheduler, container: Container, count: int, *, outputs: int, context: int = CONTEXT_TOKENS) -> None:
+def _fill(
+    scheduler: Scheduler, container: Container, count: int, *, outputs: int, context: int = CONTEXT_TOKENS
+) -> None:
     for number in range(count):
         scheduler.add(_request(container, f"bench-{number}", context, outputs=outputs))
     while scheduler.num_waiting:

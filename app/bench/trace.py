@@ -10,8 +10,11 @@ import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from app.errors import ConfigError
 
 BLOCK_TOKENS = 512
 VOCAB_SIZE = 128_000
@@ -37,18 +40,26 @@ class TraceRequest:
 
 
 def read_mooncake_trace(path: Path, num_requests: int) -> list[TraceRequest]:
-    """The first `num_requests` requests, or all if the trace has fewer."""
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in islice(lines, num_requests)]
-    return [
-        TraceRequest(
-            index=index,
-            input_length=row["input_length"],
-            output_length=row["output_length"],
-            block_ids=tuple(row["hash_ids"]),
-        )
-        for index, row in enumerate(rows)
-    ]
+    """The first `num_requests` requests, or all if the trace has fewer. ConfigError for a file that is no such trace."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            requests = [_request(index, json.loads(line)) for index, line in enumerate(islice(lines, num_requests))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            field="--trace", value=str(path), allowed=f"a Mooncake trace, one JSON object a line ({error!r})"
+        ) from error
+    if not requests:
+        raise ConfigError(field="--trace", value=str(path), allowed="a Mooncake trace of at least one request")
+    return requests
+
+
+def _request(index: int, row: dict[str, Any]) -> TraceRequest:
+    return TraceRequest(
+        index=index,
+        input_length=int(row["input_length"]),
+        output_length=int(row["output_length"]),
+        block_ids=tuple(int(block) for block in row["hash_ids"]),
+    )
 
 
 def working_set_tokens(requests: list[TraceRequest]) -> int:

@@ -26,6 +26,7 @@ from app.caches.registry import default_registry
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.keys import RadixKey
 from app.core.ports import PoolSpec
+from app.errors import ConfigError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 
 _IDENTITY = CacheIdentity(RuntimeId("bench"), Generation(0))
@@ -112,6 +113,13 @@ def run_tree_bench(
     """Replay the first `num_requests` of a Mooncake trace against a pool of `pool_fraction` of their working set."""
     requests = read_mooncake_trace(trace, num_requests)
     num_pages = int(working_set_tokens(requests) * pool_fraction / page_size)
+    longest = max(request.input_length + request.output_length for request in requests)
+    if num_pages < -(-longest // page_size):
+        raise ConfigError(
+            field="--pool-fraction",
+            value=pool_fraction,
+            allowed=f"a pool that holds the longest request of {longest} tokens; this one has {num_pages * page_size}",
+        )
     cache, allocator = make_cache(cache_type, num_pages=num_pages, page_size=page_size)
     replay = TraceReplay(cache, allocator)
     for request in requests:

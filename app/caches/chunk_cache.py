@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 
 from app.caches.base import BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
@@ -77,16 +79,6 @@ class ChunkCache(BasePrefixCache):
             self.reset()
 
 
-_FULL, _SWA, _RECURRENT = Component.FULL, Component.SWA, Component.RECURRENT
+_EVERY_SET = [frozenset(chosen) for size in (1, 2, 3) for chosen in combinations(Component, size)]
 
-register_kv_cache(
-    "chunk_cache",
-    ChunkCache,
-    components=[
-        frozenset({_FULL}),
-        frozenset({_FULL, _SWA}),
-        frozenset({_FULL, _RECURRENT}),
-        frozenset({_FULL, _SWA, _RECURRENT}),
-    ],
-    builtin=True,
-)
+register_kv_cache("chunk_cache", ChunkCache, components=_EVERY_SET, builtin=True)

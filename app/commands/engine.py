@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import structlog
+
 from app.commands.progress import progress_bar
 from app.config.cache_type import CacheTypeChoice
+from app.config.checks import advice
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
 
@@ -80,7 +83,9 @@ class ContainerEngine:
 def open_container(server_args: ServerArgs, prepare: Callable[[Container], object]) -> Iterator[Container]:
     """A container on which `prepare` has run; progress is shown up to there. Closed on every way out."""
     from app.containers import build_container
+    from app.providers.compilation import keep_compiled_programs
 
+    keep_compiled_programs()
     with contextlib.ExitStack() as closing:
         with progress_bar() as report:
             container = build_container(server_args, progress=report)
@@ -92,5 +97,24 @@ def open_container(server_args: ServerArgs, prepare: Callable[[Container], objec
 @contextlib.contextmanager
 def open_engine(server_args: ServerArgs) -> Iterator[Engine]:
     """An engine that is ready to answer: model loaded, programs compiled."""
-    with open_container(server_args, lambda container: container.scheduler()) as container:
+    with open_container(server_args, _make_ready) as container:
         yield ContainerEngine(container)
+
+
+def _make_ready(container: Container) -> None:
+    """Load the model and compile what most requests need; say what may surprise."""
+    from app.runtime.warm_up import warm_shapes, warm_up
+
+    args, cache = container.server_args(), container.cache_type()
+    scheduler_limits = container.scheduler_limits()
+    container.scheduler()
+    pool_tokens = container.pool_size() * args.page_size
+    for warning in advice(args, container.base_model_config(), cache.name, pool_tokens):
+        structlog.get_logger(__name__).warning("setting_noted", note=warning)
+    warm_up(
+        container.model_runner(),
+        container.device_pool(),
+        warm_shapes(args.max_running_requests, min(scheduler_limits.chunk_tokens, scheduler_limits.context_length)),
+        page_size=args.page_size,
+        report=container.progress() or (lambda _what, _fraction: None),
+    )

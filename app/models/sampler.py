@@ -27,6 +27,9 @@ from app.core.sampling import MAX_LOGPROBS, SamplingParams
 _LOWEST = int(np.array(-np.inf, np.float32).view(np.int32)) ^ 0x7FFFFFFF  # -inf in the integer order of floats
 
 
+HostOrDevice = jax.Array | np.ndarray
+
+
 class Choice(enum.Enum):
     """The cheapest way of choosing that serves every row of a batch."""
 
@@ -66,12 +69,12 @@ class SamplingVariant:
 class SamplingRows(NamedTuple):
     """One element a row, B rows; padding rows may hold anything finite."""
 
-    temperature: jax.Array  # (B,) float32; 0 is greedy
-    top_p: jax.Array  # (B,) float32; 1 keeps all
-    top_k: jax.Array  # (B,) int32; below 1 keeps all
-    min_p: jax.Array  # (B,) float32; 0 keeps all
-    seeds: jax.Array  # (B, 2) uint32: upper and lower half of the request's 64-bit seed
-    positions: jax.Array  # (B,) int32, of the token to be chosen: each (seed, position) is one independent draw
+    temperature: HostOrDevice  # (B,) float32; 0 is greedy
+    top_p: HostOrDevice  # (B,) float32; 1 keeps all
+    top_k: HostOrDevice  # (B,) int32; below 1 keeps all
+    min_p: HostOrDevice  # (B,) float32; 0 keeps all
+    seeds: HostOrDevice  # (B, 2) uint32: upper and lower half of the request's 64-bit seed
+    positions: HostOrDevice  # (B,) int32, of the token to be chosen: each (seed, position) is one independent draw
 
 
 class PenaltyArrays(NamedTuple):
@@ -86,10 +89,10 @@ class PenaltyRows(NamedTuple):
     """The penalties of a batch. A row without any has slot R (beyond the tables) and the neutral scalars 1, 0, 0."""
 
     tables: PenaltyArrays
-    slots: jax.Array  # (B,) int32
-    repetition: jax.Array  # (B,) float32
-    frequency: jax.Array  # (B,) float32
-    presence: jax.Array  # (B,) float32
+    slots: HostOrDevice  # (B,) int32
+    repetition: HostOrDevice  # (B,) float32
+    frequency: HostOrDevice  # (B,) float32
+    presence: HostOrDevice  # (B,) float32
 
 
 class SampledTokens(NamedTuple):
@@ -99,6 +102,13 @@ class SampledTokens(NamedTuple):
     logprobs: jax.Array  # (B,) float32 of token_ids; 0 for Logprobs.NONE
     top_token_ids: jax.Array  # (B, k) int32, likeliest first
     top_logprobs: jax.Array  # (B, k) float32
+
+
+def greedy_rows(num_rows: int) -> SamplingRows:
+    """Rows that all take the likeliest token, in fresh host arrays."""
+    floats, ints = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
+    seeds = np.zeros((num_rows, 2), np.uint32)
+    return SamplingRows(temperature=floats, top_p=floats, top_k=ints, min_p=floats, seeds=seeds, positions=ints)
 
 
 def split_seed(seed: int) -> tuple[int, int]:
@@ -138,7 +148,7 @@ def _penalise(logits: jax.Array, penalties: PenaltyRows) -> jax.Array:
     return logits - frequency * counts.astype(jnp.float32) - jnp.where(counts > 0, presence, 0)
 
 
-def _heat(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def _heat(logits: jax.Array, temperature: HostOrDevice) -> jax.Array:
     """Logits by temperature, the greatest of each row at 0, so that small temperatures cannot overflow."""
     temperature = jnp.where(temperature > 0, temperature, 1)[:, None]
     return (logits - logits.max(axis=-1, keepdims=True)) / temperature
@@ -147,7 +157,7 @@ def _heat(logits: jax.Array, temperature: jax.Array) -> jax.Array:
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """(B,) int32: one categorical draw a row, by a threefry key made of its seed and its position."""
 
-    def draw_one(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    def draw_one(logits: jax.Array, seed: HostOrDevice, position: HostOrDevice) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
         return jax.random.categorical(key, logits).astype(jnp.int32)
 
@@ -226,7 +236,7 @@ class PenaltyTables:
         row = (output_counts.copy(), prompt_seen.copy(), bias.copy())  # jax may read them later than this call returns
         self._arrays = _set_row(self.arrays(), row, np.int32(slot))
 
-    def record(self, slots: jax.Array, token_ids: jax.Array) -> None:
+    def record(self, slots: HostOrDevice, token_ids: jax.Array) -> None:
         """Count sampled tokens, (B,) int32 each, B >= 2. Slot `num_rows` is dropped: rows without penalties."""
         arrays = self.arrays()
         counts = _count(arrays.output_counts, slots, token_ids)

@@ -23,7 +23,7 @@ def open_model(model_path: str, progress: Progress | None) -> Checkpoint:
 
 
 def resolve_platform(device: str) -> str:
-    """"cpu" or "tpu"; "auto" takes a TPU if jax finds one. ConfigError for one that is asked for and not there."""
+    """ "cpu" or "tpu"; "auto" takes a TPU if jax finds one. ConfigError for one that is asked for and not there."""
     if device == "cpu":
         return "cpu"
     try:

@@ -60,9 +60,17 @@ def page_spec(args: ServerArgs, model: ModelConfig, stored: str) -> PoolSpec:
 
 def pool_pages(args: ServerArgs, model: ModelConfig, page: PoolSpec, memory_bytes: int, dtype: str) -> int:
     """Pages of the pool: as asked, else what memory allows after the weights. ConfigError if that serves no request."""
-    if args.max_total_tokens is not None:
-        return args.max_total_tokens // args.page_size
     left = memory_bytes - model.num_parameters * (4 if dtype == "float32" else 2)
+    if args.max_total_tokens is not None:
+        pages = args.max_total_tokens // args.page_size
+        if (pages + 1) * page.page_bytes > left:
+            raise ConfigError(
+                field="--max-total-tokens",
+                value=args.max_total_tokens,
+                allowed=f"at most {max(left // page.page_bytes - 1, 0) * args.page_size}: that many tokens of KV fit "
+                "the memory that the weights leave",
+            )
+        return pages
     pages = min(int(left * _POOL_SHARE) // page.page_bytes, _CPU_FULL_CONTEXTS * model.context_length // args.page_size)
     if pages * args.page_size < model.context_length:
         raise ConfigError(

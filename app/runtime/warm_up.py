@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from app.core.ports import DecodeInputs, ExtendInputs, ModelRunner
-from app.models.sampler import SamplingRows, SamplingVariant, sample
+from app.models.sampler import SamplingVariant, greedy_rows, sample
 from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, LentPool, bucket
 
 
@@ -46,7 +46,7 @@ def warm_up(
     for done, shape in enumerate(shapes):
         report(f"compiling {shape.describe()}", done / len(shapes))
         logits = _run(runner, pool, shape, page_size)
-        sample(logits, _greedy_rows(shape.rows), None, variant=SamplingVariant()).token_ids.block_until_ready()
+        sample(logits, greedy_rows(shape.rows), None, variant=SamplingVariant()).token_ids.block_until_ready()
     report("compiled", 1.0)
 
 
@@ -70,14 +70,6 @@ def _run(runner: ModelRunner, pool: LentPool, shape: WarmShape, page_size: int) 
         buffers, logits = runner.decode(pool.take(), DecodeInputs(token_ids=nothing, lengths=nothing, page_table=table))
     pool.put(buffers)
     return logits
-
-
-def _greedy_rows(rows: int) -> SamplingRows:
-    floats = np.zeros(rows, np.float32)
-    ints = np.zeros(rows, np.int32)
-    return SamplingRows(
-        temperature=floats, top_p=floats, top_k=ints, min_p=floats, seeds=np.zeros((rows, 2), np.uint32), positions=ints
-    )
 
 
 def _buckets(smallest: int, largest: int) -> Iterator[int]:

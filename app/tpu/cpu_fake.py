@@ -117,8 +117,6 @@ class FakeModelRunner:
             for array in jax.tree.leaves(buffers):
                 array.delete()
             raise RuntimeError("injected failure at dispatch")
-        if failure:
-            buffers = _run_out_of_memory(buffers, _busy(inputs.token_ids[0]))
         low, high, logits = _hash_step(
             buffers.keys[0],
             buffers.values[-1],
@@ -129,7 +127,8 @@ class FakeModelRunner:
             inputs.page_table,
             vocab_size=self._vocab_size,
         )
-        return KVBuffers(keys=(low, *buffers.keys[1:]), values=(*buffers.values[:-1], high)), logits
+        buffers = KVBuffers(keys=(low, *buffers.keys[1:]), values=(*buffers.values[:-1], high))
+        return _failing(buffers, logits) if failure else (buffers, logits)
 
 
 @jax.jit
@@ -205,15 +204,22 @@ def _mix(value: jax.Array, position: jax.Array) -> jax.Array:
     return mixed ^ (mixed >> 16)
 
 
+def _failing(buffers: KVBuffers, logits: jax.Array) -> tuple[KVBuffers, jax.Array]:
+    """The same arrays, donated to a program that fails once it runs, which is after this has returned."""
+    zero = jnp.float32(0)
+    program = _run_out_of_memory.lower((buffers, logits), zero).compile()  # before `_busy` starts the clock
+    return program((buffers, logits), _busy(zero))
+
+
 @jax.jit
 def _busy(seed: jax.Array) -> jax.Array:
-    """A zero that takes a while to compute, so that the caller has dispatched the rest before the failure happens."""
-    square = jnp.full((256, 256), seed, jnp.float32)
-    return jax.lax.fori_loop(0, 200, lambda _, held: (held @ held) * 0.0, square)[0, 0]
+    """`seed`, which must be 0, after a tenth of a second or more: time to dispatch what follows the failing program."""
+    square = jnp.full((256, 256), seed)
+    return jax.lax.fori_loop(0, 500, lambda _, held: held @ held, square)[0, 0]
 
 
 @partial(jax.jit, donate_argnums=0)
-def _run_out_of_memory(buffers: KVBuffers, zero: jax.Array) -> KVBuffers:
-    """A program that dispatches and then fails while it runs, for want of 2**60 bytes."""
+def _run_out_of_memory(arrays: tuple[KVBuffers, jax.Array], zero: jax.Array) -> tuple[KVBuffers, jax.Array]:
+    """`arrays`, were there 2**60 bytes to compute them with."""
     huge = jax.lax.sort(jax.lax.iota(jnp.uint8, 2**60) * zero.astype(jnp.uint8))
-    return jax.tree.map(lambda array: array + huge[-1].astype(array.dtype), buffers)
+    return jax.tree.map(lambda array: array + huge[-1].astype(array.dtype), arrays)

@@ -42,16 +42,16 @@ FILES = {
 def workload(seed: int) -> list[Request]:
     """Prompts that share prefixes of many lengths, among them whole prompts."""
     rng = np.random.default_rng(seed)
-    shared = [rng.integers(0, MODEL.vocab_size, 100).astype(np.int32) for _ in range(2)]
+    shared = [rng.integers(0, MODEL.vocab_size, 120).astype(np.int32) for _ in range(2)]
     requests = []
     for number in range(10):
-        prefix = shared[number % 2][: rng.integers(1, 100)]
-        suffix = rng.integers(0, MODEL.vocab_size, rng.integers(0, 40)).astype(np.int32)
+        prefix = shared[number % 2][: rng.integers(1, 120)]
+        suffix = rng.integers(0, MODEL.vocab_size, rng.integers(0, 16)).astype(np.int32)
         requests.append(
             Request(
                 request_id=f"r{number}",
                 prompt_token_ids=np.concatenate([prefix, suffix]),
-                sampling=SamplingParams(max_tokens=int(rng.integers(40, 100)), logprobs=MAX_LOGPROBS),
+                sampling=SamplingParams(max_tokens=int(rng.integers(90, 120)), logprobs=MAX_LOGPROBS),
             )
         )
     return requests
@@ -81,13 +81,13 @@ def _kl(left: dict[int, float], right: dict[int, float]) -> float:
     return sum(np.exp(value) * (value - right[token]) for token, value in left.items())
 
 
-@pytest.mark.parametrize(("page_size", "pool_tokens"), [(1, 320), (16, 320), (64, 448)])
-def test_reuse_changes_neither_ids_nor_distributions(page_size, pool_tokens):
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_reuse_changes_neither_ids_nor_distributions(page_size):
     cold_args = ServerArgs(
         cache_type="chunk_cache", page_size=page_size, max_total_tokens=4096, context_length=256, max_running_requests=1
     )
     warm_args = replace(
-        cold_args, cache_type="radix_cache", max_running_requests=4, chunked_prefill_size=32, max_total_tokens=pool_tokens
+        cold_args, cache_type="radix_cache", max_running_requests=4, chunked_prefill_size=32, max_total_tokens=384
     )
     cold, cached, _ = serve(cold_args, rounds=1)
     assert cached == 0

@@ -224,3 +224,33 @@ def _mix(value: Any, position: Any) -> np.ndarray:
         mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B)
         mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return mixed ^ (mixed >> np.uint32(16))
+
+
+class RuntimeSpy:
+    """Keeps what crosses the boundary of a runtime, and refuses prepares when it is told to."""
+
+    def __init__(self, runtime: Any) -> None:
+        self.calls: list[str] = []
+        self.plans: list[Any] = []  # of prepares that were not refused
+        self.prepared: list[Any] = []
+        self.refusals: list[Exception] = []  # one for each of the next prepares
+        self._prepare, self._execute = runtime.prepare_batch, runtime.execute_batch
+        runtime.prepare_batch, runtime.execute_batch = self.prepare_batch, self.execute_batch
+
+    def prepare_batch(self, plan: Any) -> Any:
+        self.calls.append("prepare")
+        if self.refusals:
+            raise self.refusals.pop(0)
+        prepared = self._prepare(plan)
+        self.plans.append(plan)
+        self.prepared.append(prepared)
+        return prepared
+
+    def execute_batch(self, prepared: Any) -> Any:
+        self.calls.append("execute")
+        return self._execute(prepared)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were dispatched."""
+        return sum(int(plan.extend_lengths.sum()) for plan in self.plans)

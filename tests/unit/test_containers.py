@@ -31,9 +31,10 @@ from app.tpu.kv_pool import MHATokenToKVPool
 
 ARGS = ServerArgs(page_size=4, max_total_tokens=256, max_running_requests=4)
 PUBLIC_PROVIDERS = (
-    "server_args model_config registry page_size tp_rank tp_size mesh pool_size device_pool token_allocator "
-    "req_to_token_pool model_runner tokenizer runtime cache_type tree_cache scheduler_adapter scheduler"
-).split()
+    *("server_args", "model_config", "registry", "page_size", "tp_rank", "tp_size", "mesh", "pool_size"),
+    *("device_pool", "token_allocator", "req_to_token_pool", "model_runner", "tokenizer", "runtime"),
+    *("cache_type", "tree_cache", "scheduler_adapter", "scheduler"),
+)
 TINY_LLAMA = ModelConfig(
     architecture="llama",
     vocab_size=257,
@@ -144,14 +145,19 @@ def test_swapping_the_device_pool_alone_runs_the_real_model_on_it_with_equal_out
 
 
 def test_an_override_leaves_no_trace_also_after_an_error_in_its_block():
-    with pytest.raises(ZeroDivisionError), overridden(ARGS, fake=True) as swapped:
-        answer(swapped)
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        _fail_inside_an_override()
     plain = build_container(ARGS)
     assert plain.device_pool.overridden == ()
     assert plain.model_runner.overridden == ()
     with overridden(ARGS, **TINY_LLAMA_FILES) as container:
         assert not isinstance(container.device_pool(), FakeDevicePool)
+
+
+def _fail_inside_an_override() -> None:
+    with overridden(ARGS, fake=True) as swapped:
+        answer(swapped)
+        raise ZeroDivisionError
 
 
 def test_an_override_entered_after_an_engine_has_run_works():

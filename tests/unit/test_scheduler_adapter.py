@@ -13,7 +13,7 @@ from app.caches.radix_cache import RadixCache
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.keys import Namespace, RadixKey
 from app.core.ports import PoolSpec
-from app.errors import DoubleFreeError, IntegrityError, LockedPageError
+from app.errors import DoubleFreeError, IntegrityError, LockedPageError, OwnershipError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.scheduler_adapter import SchedulerAdapter
 
@@ -176,10 +176,13 @@ def test_a_published_page_whose_tokens_change_is_refused_without_a_trace(rig: Ri
     rig.prepare("a", 3)
     rig.adapter.publish("a", key(range(8)))
 
-    result = rig.adapter.publish("a", key([0, 1, 2, 3, 50, 51, 52, 53]))
+    before = rig.counts()
+    with pytest.raises(OwnershipError):
+        rig.adapter.publish("a", key([0, 1, 2, 3, *range(50, 58)]))
 
-    assert result is None
-    assert rig.adapter.probe(key([0, 1, 2, 3, 50, 51, 52, 53, 0])) == 4
+    assert rig.counts() == before
+    assert rig.adapter.probe(key([0, 1, 2, 3, *range(50, 58)])) == 4
+    assert rig.adapter.probe(key(range(9))) == 8
     rig.adapter.release("a")
 
 

@@ -6,12 +6,15 @@ gather was five times slower at 2048 tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from app.tpu.kv_pool import read_pages
 
-QUERY_BLOCK = 128  # queries whose scores exist at one time: heads * 128 * context * 4 bytes
+QUERY_BLOCK = 128  # scores of so many queries with so many keys exist at one time: heads * 128 * 256 * 4 bytes,
+KEY_TILE = 256  # which stay in the CPU's cache
 _MASKED = -1e30  # finite, so that a row with nothing to see gives no NaN
 
 
@@ -56,47 +59,76 @@ def extend_attention(
     """Causal attention of packed chunks: query i of a row sees the row's positions up to prefix_lengths + i.
 
     queries: (T, heads, head_dim), scaled; page_table: (S, max_pages) int32; the rest as in ExtendInputs.
-    -> (T, heads * head_dim); zeros where no row's token lies. Loops over rows and QUERY_BLOCK queries at a time.
+    -> (T, heads * head_dim); zeros where no row's token lies. For each row, QUERY_BLOCK queries at a time, over KEY_TILE
+    keys at a time with a running softmax (arXiv:2112.05682), so that memory does not grow with the context and the cost
+    follows the lengths, not the width of the page table.
     """
     num_tokens, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[-1] // head_dim
+    page_size = keys.shape[1]
     block = min(max_chunk, QUERY_BLOCK)
+    tile_pages = max(1, KEY_TILE // page_size)
+    tile = tile_pages * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % tile_pages)))
     padded = jnp.pad(queries, ((0, block), (0, 0), (0, 0)))  # a slice of `block` tokens fits from every token on
-    context = jnp.arange(page_table.shape[1] * keys.shape[1])
-
-    def by_head(buffer: jax.Array, row: jax.Array) -> jax.Array:
-        read = read_pages(buffer, page_table[row]).astype(queries.dtype)
-        return read.reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
 
     def attend_row(row: jax.Array, out: jax.Array) -> jax.Array:
-        row_keys, row_values = by_head(keys, row), by_head(values, row)
+        length = chunk_lengths[row]
 
         def attend_block(index: jax.Array, out: jax.Array) -> jax.Array:
             first = index * block
             start = chunk_starts[row] + first
             offsets = first + jnp.arange(block)
-            visible = context <= (prefix_lengths[row] + offsets)[:, None]
-            fresh = _grouped(jax.lax.dynamic_slice_in_dim(padded, start, block), row_keys, row_values, visible)
+            query = _by_kv_head(jax.lax.dynamic_slice_in_dim(padded, start, block), keys.shape[-1] // head_dim)
+
+            def attend_tile(number: jax.Array, state: _Softmax) -> _Softmax:
+                pages = jax.lax.dynamic_slice_in_dim(table[row], number * tile_pages, tile_pages)
+                positions = number * tile + jnp.arange(tile)
+                visible = positions <= (prefix_lengths[row] + offsets)[:, None]
+                return _accumulate(state, query, read_pages(keys, pages), read_pages(values, pages), visible)
+
+            seen = prefix_lengths[row] + jnp.minimum(first + block, length)
+            state = jax.lax.fori_loop(0, -(-seen // tile), attend_tile, _nothing_seen(query))
+            fresh = (state.mixed / state.total).transpose(2, 0, 1, 3).reshape(block, -1).astype(queries.dtype)
             stale = jax.lax.dynamic_slice_in_dim(out, start, block)  # the next row's, where this row's chunk has ended
-            mine = (offsets < chunk_lengths[row])[:, None]
+            mine = (offsets < length)[:, None]
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, fresh, stale), start, axis=0)
 
-        return jax.lax.fori_loop(0, -(-chunk_lengths[row] // block), attend_block, out)
+        return jax.lax.fori_loop(0, -(-length // block), attend_block, out)
 
     out = jnp.zeros((num_tokens + block, num_heads * head_dim), queries.dtype)
     return jax.lax.fori_loop(0, page_table.shape[0], attend_row, out)[:num_tokens]
 
 
-def _grouped(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """(n, heads, head_dim) queries, (kv_heads, context, head_dim) keys and values, (n, context) -> (n, width)."""
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum, as far as keys were seen: (kv_heads, group, n, ...) float32."""
+
+    greatest: jax.Array  # (..., 1), of the scores
+    total: jax.Array  # (..., 1), of exp(score - greatest)
+    mixed: jax.Array  # (..., head_dim), values weighted by exp(score - greatest)
+
+
+def _nothing_seen(query: jax.Array) -> _Softmax:
+    column = jnp.zeros((*query.shape[:-1], 1), jnp.float32)
+    return _Softmax(column + _MASKED, column, jnp.zeros(query.shape, jnp.float32))
+
+
+def _accumulate(state: _Softmax, query: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> _Softmax:
+    """query: (kv_heads, group, n, head_dim); keys, values: (t, width); visible: (n, t)."""
+    num_kv_heads, group, num_queries, head_dim = query.shape
+    keys, values = (
+        tokens.astype(query.dtype).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2) for tokens in (keys, values)
+    )
+    stacked = query.reshape(num_kv_heads, group * num_queries, head_dim)
+    scores = jnp.einsum("knd,ktd->knt", stacked, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores.reshape(num_kv_heads, group, num_queries, -1), _MASKED)
+    greatest = jnp.maximum(state.greatest, scores.max(axis=-1, keepdims=True))
+    weights, kept = jnp.exp(scores - greatest), jnp.exp(state.greatest - greatest)
+    stacked = weights.reshape(num_kv_heads, group * num_queries, -1).astype(query.dtype)
+    mixed = jnp.einsum("knt,ktd->knd", stacked, values, preferred_element_type=jnp.float32).reshape(query.shape)
+    return _Softmax(greatest, state.total * kept + weights.sum(axis=-1, keepdims=True), state.mixed * kept + mixed)
+
+
+def _by_kv_head(queries: jax.Array, num_kv_heads: int) -> jax.Array:
+    """(n, heads, head_dim) -> (kv_heads, group, n, head_dim)."""
     num_queries, num_heads, head_dim = queries.shape
-    num_kv_heads, num_context, _ = keys.shape
-    group = num_heads // num_kv_heads
-    grouped = queries.reshape(num_queries, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-    grouped = grouped.reshape(num_kv_heads, group * num_queries, head_dim)
-    scores = jnp.einsum("knd,ktd->knt", grouped, keys, preferred_element_type=jnp.float32)
-    scores = scores.reshape(num_kv_heads, group, num_queries, num_context)
-    weights = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1).astype(queries.dtype)
-    mixed = jnp.einsum("knt,ktd->knd", weights.reshape(num_kv_heads, group * num_queries, num_context), values)
-    mixed = mixed.reshape(num_kv_heads, group, num_queries, head_dim).transpose(2, 0, 1, 3)
-    return mixed.reshape(num_queries, num_heads * head_dim)
+    return queries.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(1, 2, 0, 3)

@@ -33,12 +33,7 @@ def test_builtin_types_register_when_their_modules_are_imported() -> None:
     # then
     table = default_registry.seal().components_by_type()
     assert table["radix_cache"] == {FULL}
-    assert table["chunk_cache"] == {
-        FULL,
-        WINDOW,
-        frozenset({Component.FULL, Component.RECURRENT}),
-        frozenset({Component.FULL, Component.SWA, Component.RECURRENT}),
-    }
+    assert table["chunk_cache"] >= {FULL, WINDOW, frozenset({Component.SWA}), frozenset(Component)}
     assert all(each.builtin for each in default_registry.seal())
 
 
