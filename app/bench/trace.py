@@ -40,7 +40,7 @@ class TraceRequest:
 
 
 def read_mooncake_trace(path: Path, num_requests: int) -> list[TraceRequest]:
-    """The first `num_requests` requests, or all if the trace has fewer. ConfigError for a file that is no such trace."""
+    """The first `num_requests` requests, or all if there are fewer. ConfigError for a file that is no such trace."""
     try:
         with path.open(encoding="utf-8") as lines:
             requests = [_request(index, json.loads(line)) for index, line in enumerate(islice(lines, num_requests))]

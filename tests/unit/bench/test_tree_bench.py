@@ -12,7 +12,7 @@ from app.bench.trace import BLOCK_TOKENS, TraceRequest, read_mooncake_trace, wor
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
 from app.core.keys import DEFAULT_NAMESPACE
-from app.errors import OutOfPagesError, UnknownCacheTypeError
+from app.errors import ConfigError, UnknownCacheTypeError
 from tests.support.tree_model import ListModel, Page
 
 SAMPLE = Path(__file__).parents[2] / "data" / "mooncake_sample.jsonl"
@@ -76,12 +76,20 @@ def test_every_registered_type_can_be_replayed(cache_type: str) -> None:
 
 def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(UnknownCacheTypeError, match=r"typo.*radix_cache"):
-        bench.run_tree_bench(SAMPLE, 1, 16, 0.5, "typo")
+        bench.run_tree_bench(SAMPLE, 4, 16, 0.9, "typo")
 
 
-def test_a_request_larger_than_the_pool_is_an_error() -> None:
-    with pytest.raises(OutOfPagesError):
+def test_a_request_larger_than_the_pool_is_refused_naming_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--pool-fraction=0\.1.*longest request"):
         bench.run_tree_bench(SAMPLE, 2, 16, 0.1, "chunk_cache")
+
+
+@pytest.mark.parametrize("content", ["", "no json", "[1]", '{"input_length": 3}', '{"input_length": null}'])
+def test_a_file_that_is_no_trace_is_refused_naming_the_flag(tmp_path, content) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--trace"):
+        bench.run_tree_bench(path, 2, 16, 0.5, "radix_cache")
 
 
 def test_equal_blocks_have_equal_tokens_and_outputs_are_unique() -> None:
