@@ -28,7 +28,7 @@ from app.models.llama import Attend, LayerWeights, ModelWeights, TensorPlan, Tok
 from app.tpu.kv_pool import POOL_PARTITION, KVBuffers, locate
 from app.tpu.mesh import TENSOR_AXIS
 
-MAX_GROUPS = 6  # programs of layers a step: two steps and their sampling stay below the 32 that the CPU client queues
+MAX_GROUPS = 4  # layer programs a call: two steps that decode, extend and sample stay below the CPU client's 32
 REPLICATED = PartitionSpec()
 
 

@@ -157,11 +157,11 @@ def _heat(logits: jax.Array, temperature: HostOrDevice) -> jax.Array:
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """(B,) int32: one categorical draw a row, by a threefry key made of its seed and its position."""
 
-    def draw_one(logits: jax.Array, seed: HostOrDevice, position: HostOrDevice) -> jax.Array:
+    def draw_one(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
         return jax.random.categorical(key, logits).astype(jnp.int32)
 
-    return jax.vmap(draw_one)(logits, rows.seeds, rows.positions)
+    return jax.vmap(draw_one)(logits, jnp.asarray(rows.seeds), jnp.asarray(rows.positions))
 
 
 def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -188,15 +188,17 @@ class LocalRuntime:
 
     def _page_needs(self, plan: BatchPlan) -> np.ndarray:
         """(rows,) int32 pages that each row lacks for its tokens of this step."""
+        needs = plan.decode_positions // self._allocator.page_size + 1 - self._rows.page_counts[plan.decode_slots]
+        if plan.extend_slots.size:
+            needs = np.concatenate([needs, self._extend_needs(plan)])
+        return np.maximum(needs, 0, dtype=np.int32)
+
+    def _extend_needs(self, plan: BatchPlan) -> np.ndarray:
         prefix_counts = np.array([admission.prefix_pages.size for admission in plan.admissions], np.int32)
-        held = self._rows.page_counts
         new = plan.extend_slots < 0
-        extend_held = held[np.where(new, 0, plan.extend_slots)]
-        extend_held[new] = prefix_counts[-1 - plan.extend_slots[new]]
-        page_size = self._allocator.page_size
-        decode_needs = plan.decode_positions // page_size + 1 - held[plan.decode_slots]
-        extend_needs = -(-(plan.extend_starts + plan.extend_lengths) // page_size) - extend_held
-        return np.maximum(np.concatenate([decode_needs, extend_needs]), 0).astype(np.int32)
+        held = self._rows.page_counts[np.where(new, 0, plan.extend_slots)]
+        held[new] = prefix_counts[-1 - plan.extend_slots[new]]
+        return -(-(plan.extend_starts + plan.extend_lengths) // self._allocator.page_size) - held
 
     def _check_capacity(self, plan: BatchPlan, pages_needed: int) -> None:
         free_pages = self._allocator.num_free + plan.free_pages.size

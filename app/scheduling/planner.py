@@ -80,7 +80,7 @@ class Planner:
     def draft(self, slots_left: int) -> Draft:
         """The next step. `slots_left`: rows that prepare can hand out, those of the outbox's releases included."""
         draft = self._draft_decodes()
-        unfinished = [seq for seq in self._table.running() if seq.status is Status.PREFILL]
+        unfinished = self._table.prefilling()
         self._continue_prefills(draft, unfinished)
         if not draft.has_rows and unfinished:
             self._unblock_prefills(draft, unfinished)

@@ -72,6 +72,11 @@ class RunningTable:
         """Whether a dispatched step owes this row a token."""
         return bool(self.total[slot] > self.known[slot])
 
+    def prefilling(self) -> list[Sequence]:
+        """Those with known tokens still to compute, oldest first. Costs nothing a row when there are none."""
+        slots = np.flatnonzero((self.generation != NOBODY) & ~self.decoding).tolist()
+        return sorted((self._seated(slot) for slot in slots), key=lambda seq: seq.arrival)
+
     def running(self) -> list[Sequence]:
         """Oldest first."""
         return sorted((seq for seq in self.sequences if seq is not None), key=lambda seq: seq.arrival)
@@ -79,6 +84,11 @@ class RunningTable:
     @property
     def num_running(self) -> int:
         return int((self.generation != NOBODY).sum())
+
+    def _seated(self, slot: int) -> Sequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, "a row with a generation has a sequence"
+        return sequence
 
     def check_integrity(self) -> None:
         for slot, sequence in enumerate(self.sequences):

@@ -59,14 +59,14 @@ def extend_attention(
     """Causal attention of packed chunks: query i of a row sees the row's positions up to prefix_lengths + i.
 
     queries: (T, heads, head_dim), scaled; page_table: (S, max_pages) int32; the rest as in ExtendInputs.
-    -> (T, heads * head_dim); zeros where no row's token lies. For each row, QUERY_BLOCK queries at a time, over KEY_TILE
-    keys at a time with a running softmax (arXiv:2112.05682), so that memory does not grow with the context and the cost
-    follows the lengths, not the width of the page table.
+    -> (T, heads * head_dim); zeros where no row's token lies.
+    For each row, QUERY_BLOCK queries at a time, over KEY_TILE keys at a time with a running softmax (arXiv:2112.05682):
+    memory does not grow with the context, and the cost follows the lengths, not the width of the page table.
     """
     num_tokens, num_heads, head_dim = queries.shape
     page_size = keys.shape[1]
     block = min(max_chunk, QUERY_BLOCK)
-    tile_pages = max(1, KEY_TILE // page_size)
+    tile_pages = min(max(1, KEY_TILE // page_size), page_table.shape[1])
     tile = tile_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % tile_pages)))
     padded = jnp.pad(queries, ((0, block), (0, 0), (0, 0)))  # a slice of `block` tokens fits from every token on
