@@ -262,9 +262,16 @@ class _Programs:
         place: TokenPlace,
         attend: Attend,
     ) -> tuple[KVBuffers, jax.Array]:
+        # A jit within the program: all layers are traced and lowered once, which is most of starting from a warm cache.
+        @jax.jit
+        def layer(
+            weights: LayerWeights, hidden: jax.Array, keys: jax.Array, values: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return llama.layer(weights, hidden, keys, values, place, attend, self._config)
+
         written_keys, written_values = [], []
         for weights, keys, values in zip(layers, buffers.keys, buffers.values, strict=True):
-            hidden, keys, values = llama.layer(weights, hidden, keys, values, place, attend, self._config)
+            hidden, keys, values = layer(weights, hidden, keys, values)
             written_keys.append(keys)
             written_values.append(values)
         return KVBuffers(tuple(written_keys), tuple(written_values)), hidden

@@ -18,9 +18,7 @@ def test_an_abort_at_every_step_of_a_life(engine: OpenEngine, cache_type: str, o
     """Queued, between chunks, decoding, retracted: after each number of steps, in a pool that forces retraction."""
     statuses = set()
     for steps in range(32):
-        opened = engine(
-            cache_type=cache_type, disable_overlap=not overlap, max_total_tokens=48, chunked_prefill_size=8
-        )
+        opened = engine(cache_type=cache_type, disable_overlap=not overlap, max_total_tokens=48, chunked_prefill_size=8)
         for index in range(3):
             opened.add([index] * 10, max_tokens=16)
         opened.step(steps)

@@ -1,4 +1,4 @@
-"""Cold twin: whatever is cached, shared, chunked, retracted or aborted around it, a request's ids are those it has alone.
+"""Cold twin: whatever is cached, shared, chunked, retracted or aborted around it, a request's ids are its own.
 
 The fake model's next token depends on every page that a row reads, so one wrong page shows; and free pages are filled
 with a marker between steps, so that whoever reads one shows too.
@@ -26,7 +26,7 @@ def random_prompt(rng: np.random.Generator, stems: list[np.ndarray]) -> np.ndarr
     """A shared beginning of any length and a short end of its own."""
     stem = stems[rng.integers(len(stems))]
     end = rng.integers(0, 256, int(rng.integers(0, 12))).astype(np.int32)
-    prompt = np.concatenate([stem[: int(rng.integers(0, 60))], end])
+    prompt = np.concatenate([stem[: int(rng.integers(0, 100))], end])
     return prompt if prompt.size else stem[:1]
 
 
@@ -48,7 +48,7 @@ def random_rounds(engine: Engine, seed: int, *, rounds: int) -> None:
     namespaces = [Namespace(), Namespace(), Namespace(salt="other")]
     for _ in range(rounds):
         if rng.random() < 0.4:
-            prompt = random_prompt(rng, stems)
+            prompt = random_prompt(rng, stems)[: engine.context_length - 1]
             engine.add(prompt, namespace=namespaces[rng.integers(3)], **random_sampling(rng, prompt))
         if rng.random() < 0.06 and engine.requests:
             engine.scheduler.abort(f"r{rng.integers(len(engine.requests))}")

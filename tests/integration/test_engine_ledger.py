@@ -97,9 +97,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_its_tokens_so_far(
 ) -> None:
     """H06: the pool holds 40 tokens; the engine serves on."""
     # given
-    opened = engine(
-        overrides=unlimited(), max_total_tokens=40, cache_type=cache_type, disable_overlap=not overlap
-    )
+    opened = engine(overrides=unlimited(), max_total_tokens=40, cache_type=cache_type, disable_overlap=not overlap)
 
     # when
     output = opened.serve(range(prompt_length), max_tokens=80)

@@ -121,7 +121,7 @@ def test_waiting_is_bounded(engine: OpenEngine) -> None:
 
 
 def test_a_chain_of_growing_prompts_shares_what_it_can_without_waiting_long(engine: OpenEngine) -> None:
-    """Each prompt is the one before and four tokens more, so each waits for the one before; but not for a long chain."""
+    """Each prompt is the one before and four tokens more, so each waits for the one before; not for a long chain."""
     opened = engine(chunked_prefill_size=64, max_running_requests=8, max_total_tokens=512)
     spy = RuntimeSpy(opened.runtime)
     for pages in range(1, 9):

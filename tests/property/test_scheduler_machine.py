@@ -65,9 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling = {}
         if stop is not None and stop < max_tokens:
             sampling["stop_token_ids"] = (cold_tokens(np.array(prompt, np.int32), stop + 1)[stop],)
-        self.engine.add(
-            prompt, namespace=Namespace(salt="s" if salted else None), max_tokens=max_tokens, **sampling
-        )
+        self.engine.add(prompt, namespace=Namespace(salt="s" if salted else None), max_tokens=max_tokens, **sampling)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

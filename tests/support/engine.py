@@ -76,9 +76,8 @@ class Engine:
             if not self.scheduler.has_work():
                 return self.outputs
             self.step()
-        raise AssertionError(
-            f"no end after {max_steps} steps: {self.scheduler.num_running} running, {self.scheduler.num_waiting} waiting"
-        )
+        running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
+        raise AssertionError(f"no end after {max_steps} steps: {running} running, {waiting} waiting")
 
     def serve(self, prompt: Iterable[int], **sampling: Any) -> RequestOutput:
         """One request, from start to end."""

@@ -267,9 +267,7 @@ def test_pages_of_a_lost_pool_cannot_be_given_to_the_new_one(any_rig: Rig) -> No
     assert any_rig.counts()["free"] == PAGES
 
 
-@pytest.mark.parametrize(
-    ("pages", "word"), [([1], "double owned"), ([], "leaked")], ids=["an excess", "a deficit"]
-)
+@pytest.mark.parametrize(("pages", "word"), [([1], "double owned"), ([], "leaked")], ids=["an excess", "a deficit"])
 def test_integrity_tells_an_excess_from_a_deficit(pages: list[int], word: str) -> None:
     """H02: a page with two owners and a page with none are different faults."""
     rig = Rig("radix_cache")

@@ -124,9 +124,7 @@ def test_frees_and_releases_of_a_plan_serve_its_own_rows(rig: RuntimeRig) -> Non
 
     plan = rig.prompt_plan(long)
     release = rig.release_plan(prepared)
-    plan = replace(
-        plan, release_slots=release.release_slots, release_generations=release.release_generations
-    )
+    plan = replace(plan, release_slots=release.release_slots, release_generations=release.release_generations)
     after, completion = rig.run(plan)
 
     assert after.pages_left == 0
