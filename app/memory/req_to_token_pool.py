@@ -97,6 +97,8 @@ class ReqToTokenPool:
 
     def append(self, slots: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> TableDelta:
         """Give row slots[i] its next counts[i] pages, taken from `pages` in order. Slots are distinct. O(pages)."""
+        growing = np.flatnonzero(counts)
+        slots, counts = slots[growing], counts[growing]
         rows = np.repeat(slots, counts)
         firsts = np.cumsum(counts) - counts
         columns = np.arange(pages.size, dtype=np.int32) + np.repeat(self.page_counts[slots] - firsts, counts)

@@ -18,9 +18,12 @@ def check_plan(
     StaleHandleError for a row or a page that is not current, OwnershipError for a plan that names a row twice or a cell
     that the row does not have, RequestError for tokens that the model or a row cannot take. Capacity is not looked at.
     """
+    row_tokens = rows.max_pages * allocator.page_size
     _check_rows(plan, rows)
-    _check_extends(plan, vocab_size)
-    _check_lengths(plan, rows.max_pages * allocator.page_size)
+    _check_positions(plan.decode_positions, plan.decode_positions, row_tokens)
+    if plan.extend_slots.size:
+        _check_extends(plan, vocab_size)
+        _check_positions(plan.extend_starts, plan.extend_starts + plan.extend_lengths - 1, row_tokens)
     for admission in plan.admissions:
         allocator.check_held(admission.prefix_pages)
         if admission.sampling.reshapes_logits:
@@ -32,20 +35,25 @@ def check_plan(
 
 
 def _check_rows(plan: BatchPlan, rows: ReqToTokenPool) -> None:
-    old = plan.extend_slots >= 0
-    slots = np.concatenate([plan.decode_slots, plan.extend_slots[old], plan.release_slots])
-    generations = np.concatenate([plan.decode_generations, plan.extend_generations[old], plan.release_generations])
+    slots, generations = plan.decode_slots, plan.decode_generations
+    if plan.extend_slots.size or plan.release_slots.size:
+        old = plan.extend_slots >= 0
+        slots = np.concatenate([slots, plan.extend_slots[old], plan.release_slots])
+        generations = np.concatenate([generations, plan.extend_generations[old], plan.release_generations])
+        _check_admitted(-1 - plan.extend_slots[~old], len(plan.admissions))
     rows.check_handles(slots, generations)
     _refuse_twice("row", slots)
-    new = -1 - plan.extend_slots[~old]
-    if new.size and new.max() >= len(plan.admissions):
-        raise StaleHandleError(what="admission", held=int(new.max()), current=f"{len(plan.admissions)} in this plan")
-    _refuse_twice("admission", new)
     if plan.rewrites:
         rows.check_handles(
             np.array([rewrite.slot for rewrite in plan.rewrites], np.int32),
             np.array([rewrite.generation for rewrite in plan.rewrites], np.int32),
         )
+
+
+def _check_admitted(numbers: np.ndarray, num_admissions: int) -> None:
+    if numbers.size and numbers.max() >= num_admissions:
+        raise StaleHandleError(what="admission", held=int(numbers.max()), current=f"{num_admissions} in this plan")
+    _refuse_twice("admission", numbers)
 
 
 def _refuse_twice(what: str, numbers: np.ndarray) -> None:
@@ -56,8 +64,6 @@ def _refuse_twice(what: str, numbers: np.ndarray) -> None:
 
 
 def _check_extends(plan: BatchPlan, vocab_size: int) -> None:
-    if not plan.extend_slots.size:
-        return
     lengths = plan.extend_lengths
     if lengths.min() < 1 or int(lengths.sum()) != plan.extend_token_ids.size:
         raise RequestError(
@@ -72,9 +78,7 @@ def _check_tokens(field: str, token_ids: np.ndarray, vocab_size: int) -> None:
         raise RequestError(field=field, value=int(wrong[0]), allowed=f"token ids of 0 to {vocab_size - 1}")
 
 
-def _check_lengths(plan: BatchPlan, row_tokens: int) -> None:
-    starts = np.concatenate([plan.decode_positions, plan.extend_starts])
-    ends = np.concatenate([plan.decode_positions + 1, plan.extend_starts + plan.extend_lengths])
-    if starts.size and (starts.min() < 0 or ends.max() > row_tokens):
-        value = f"{starts.min()} to {ends.max()}"
-        raise RequestError(field="positions", value=value, allowed=f"those of a row, 0 to {row_tokens}")
+def _check_positions(first: np.ndarray, last: np.ndarray, row_tokens: int) -> None:
+    if first.size and (first.min() < 0 or last.max() >= row_tokens):
+        value = f"{first.min()} to {last.max()}"
+        raise RequestError(field="positions", value=value, allowed=f"those of a row, 0 to {row_tokens - 1}")
