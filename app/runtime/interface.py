@@ -30,8 +30,9 @@ class RuntimeInterface(Protocol):
     def prepare_batch(self, plan: BatchPlan) -> PreparedBatch:
         """Apply the plan's frees and releases and reserve what its rows need: everything, or nothing at all.
 
-        Raises OutOfPagesError or OutOfRequestSlotsError and leaves no trace; StaleHandleError for a handle or an
-        identity that is not current; RequestError for a value that the model cannot take. Cost: O(rows + pages named).
+        Raises OutOfPagesError or OutOfRequestSlotsError; StaleHandleError for a handle, a page or an identity that is
+        not current; OwnershipError for a plan that names a row twice; RequestError for a value that the model or a row
+        cannot take. None of them leaves a trace. Cost: O(rows + pages and tokens named).
         """
         ...
 

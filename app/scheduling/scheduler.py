@@ -142,8 +142,15 @@ class Scheduler:
         self._table.check_integrity()
         running = {seq.request_id for seq in self._table.running()}
         waiting = {seq.request_id for seq in self._waiting}
-        if running & waiting or running | waiting != self._sequences.keys():
-            raise IntegrityError(owner="Scheduler", broken="a request is running and waiting, or neither")
+        owed = sum(seq.owed for seq in self._waiting)
+        rows = self._limits.max_running_requests - self._slots_left
+        for broken, name in (
+            (running & waiting or running | waiting != self._sequences.keys(), "a request runs and waits, or neither"),
+            (owed != len(self._owed) or (owed and not self._in_flight), "a token is owed that no step delivers"),
+            (rows != len(running) + len(self._outbox.releases), "a row is neither running nor about to be released"),
+        ):
+            if broken:
+                raise IntegrityError(owner="Scheduler", broken=name)
 
     # -- planning and dispatching ------------------------------------------------------------------------------------
 
@@ -189,8 +196,8 @@ class Scheduler:
     def _plan_again(self, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
         """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
         _log.warning("plan_refused", reason=str(refusal), running=self.num_running, waiting=self.num_waiting)
-        self._planner.retract_youngest()
-        draft = self._planner.draft(self._slots_available())
+        retracted = self._planner.retract_youngest()
+        draft = self._planner.draft(0 if retracted else self._slots_available())  # it must not come back at once
         if not draft.has_rows:
             return None
         try:

@@ -14,6 +14,7 @@ import pytest
 from dependency_injector import providers
 
 from app.core.keys import RadixKey
+from app.errors import IntegrityError
 from app.providers.testing import Override
 from app.tpu.cpu_fake import fake_model_config
 from tests.support.engine import CONTEXT_LENGTH, VOCAB_SIZE, Engine, RuntimeSpy, cold_tokens
@@ -290,3 +291,36 @@ def test_a_flush_is_all_or_nothing(engine: OpenEngine, action: str) -> None:
 
     assert opened.cached_pages == 0
     assert opened.serve(prompt, max_tokens=1).cached_tokens == 0
+
+
+def test_integrity_misses_no_row_and_no_token(engine: OpenEngine) -> None:
+    """L1: rows are counted as pages are, and a token that is owed must be on its way."""
+    opened = engine()
+    opened.add(range(8), max_tokens=9)
+    opened.add([5] * 8, max_tokens=9)
+    opened.step(3)
+    scheduler = opened.scheduler
+    scheduler.check_integrity()
+
+    scheduler._slots_left -= 1
+    with pytest.raises(IntegrityError, match="row"):
+        scheduler.check_integrity()
+    scheduler._slots_left += 1
+
+    scheduler._owed[0, 0] = scheduler._sequences["r0"]
+    with pytest.raises(IntegrityError, match="owed"):
+        scheduler.check_integrity()
+    scheduler._owed.clear()
+
+
+def test_a_step_that_breaks_an_invariant_says_so_at_once(engine: OpenEngine) -> None:
+    """--check-invariants looks after every step, not only when idle."""
+    opened = engine()
+    opened.add(range(8), max_tokens=9)
+    opened.step(2)
+    lost = opened.container.token_allocator().allocate(1)
+
+    with pytest.raises(IntegrityError, match=r"leaked: \[\d+\] \(1\)"):
+        opened.step()
+
+    opened.container.token_allocator().give_back(lost)

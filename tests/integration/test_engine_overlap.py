@@ -105,26 +105,46 @@ def test_a_release_travels_behind_the_steps_that_were_dispatched(engine: OpenEng
     opened.check_replies()
 
 
-def test_a_rewrite_travels_with_the_next_plan(engine: OpenEngine) -> None:
-    """(b) Two requests computed one prompt at once: the second reads the first's pages from the next plan on."""
-    # given: in-batch waiting cannot help when not even one page is gained at the time of admission
+def twins(engine: OpenEngine) -> tuple[Engine, RuntimeSpy]:
+    """Two requests that computed one prompt at once: there was no page to be gained by waiting. The steps are read."""
     opened = engine(chunked_prefill_size=64, page_size=4)
-    opened.serve(range(4), max_tokens=1)
     spy = RuntimeSpy(opened.runtime)
-    opened.add(range(6), "a", max_tokens=20)
-    opened.add(range(6), "b", max_tokens=20)
-    opened.drain()
-    tokens = opened.outputs["a"].token_ids
+    for request_id in ("a", "b"):
+        opened.add(range(4), request_id, max_tokens=20)
+    opened.step(2)
+    return opened, spy
 
-    # when: both are the same text, but they grew apart in pages
-    opened.add([*range(6), *tokens[:1]], "c", max_tokens=20)
-    opened.drain()
 
-    # then
-    rewrites = [rewrite for plan in spy.plans for rewrite in plan.rewrites]
-    assert all(rewrite.pages.size for rewrite in rewrites)
+def test_a_rewrite_travels_with_the_next_plan(engine: OpenEngine) -> None:
+    """(b) The second to publish reads the first's page from the next plan on, and its own goes back with that plan."""
+    opened, spy = twins(engine)
+    first, second = spy.prepared[0].pages.tolist()
+    assert not any(plan.rewrites for plan in spy.plans)
+
+    opened.step()
+
+    (rewrite,) = spy.plans[-1].rewrites
+    assert (rewrite.slot, rewrite.first_page_index) == (spy.prepared[0].admitted_slots[1], 0)
+    assert rewrite.pages.tolist() == [first]
+    assert spy.plans[-1].free_pages.tolist() == [second]
+    opened.drain()
     opened.check_replies()
-    opened.check_idle()
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_rewrite_of_a_row_that_ended_is_forgotten(engine: OpenEngine, evicted: bool) -> None:
+    """(b) Nobody reads that row again, and the pages that it would have read may be gone."""
+    opened, spy = twins(engine)
+
+    opened.scheduler.abort("b")
+    if evicted:
+        opened.scheduler.abort("a")
+        opened.adapter.make_room(opened.adapter.reachable())
+    opened.step()
+
+    assert not spy.plans[-1].rewrites
+    opened.drain()
+    opened.check_replies()
 
 
 # -- rule (c) -----------------------------------------------------------------------------------------------------
