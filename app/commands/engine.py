@@ -96,25 +96,15 @@ def open_container(server_args: ServerArgs, prepare: Callable[[Container], objec
 
 @contextlib.contextmanager
 def open_engine(server_args: ServerArgs) -> Iterator[Engine]:
-    """An engine that is ready to answer: model loaded, programs compiled."""
+    """An engine that is ready to answer: model loaded. Programs are compiled, or read back, when first needed."""
     with open_container(server_args, _make_ready) as container:
         yield ContainerEngine(container)
 
 
 def _make_ready(container: Container) -> None:
-    """Load the model and compile what most requests need; say what may surprise."""
-    from app.runtime.warm_up import warm_shapes, warm_up
-
+    """Load the model; say what may surprise."""
     args, cache = container.server_args(), container.cache_type()
-    scheduler_limits = container.scheduler_limits()
     container.scheduler()
     pool_tokens = container.pool_size() * args.page_size
-    for warning in advice(args, container.base_model_config(), cache.name, pool_tokens):
-        structlog.get_logger(__name__).warning("setting_noted", note=warning)
-    warm_up(
-        container.model_runner(),
-        container.device_pool(),
-        warm_shapes(args.max_running_requests, min(scheduler_limits.chunk_tokens, scheduler_limits.context_length)),
-        page_size=args.page_size,
-        report=container.progress() or (lambda _what, _fraction: None),
-    )
+    for note in advice(args, container.base_model_config(), cache.name, pool_tokens):
+        structlog.get_logger(__name__).warning("setting_noted", note=note)
