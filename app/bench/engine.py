@@ -31,7 +31,7 @@ from app.tpu.cpu_fake import fake_model_config
 
 DECODE_BATCHES = (1, 4, 16)
 CONTROL_BATCHES = (1, 16, 64, 256)
-CONTEXT_TOKENS = 240
+CONTEXT_TOKENS = 200  # and what a run adds stays within one page-table bucket
 POOL_PAGES = (64, 1600)
 PREFILL_TOKENS = 512
 STEPS = 12

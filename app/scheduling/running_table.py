@@ -5,6 +5,9 @@ For a row that decodes:  known <= total,  kv = total - 1 right after planning
     total   known plus the token that a dispatched step will deliver
     kv      tokens whose KV is written by dispatched steps
     end     total at which the request ends whatever its tokens are
+
+Tokens that were read lie in `unread` rows until their sequence is looked at: touching hundreds of sequences in every
+step costs more than all the rest of settling it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from app.errors import IntegrityError
 from app.scheduling.request import Sequence, Status
 
 NOBODY = -1
+MAX_UNREAD = 64  # tokens of a row that its sequence has not been given yet
 
 
 class RunningTable:
@@ -31,6 +35,8 @@ class RunningTable:
         self.num_pages = np.zeros(num_rows, np.int32)
         self.decoding = np.zeros(num_rows, np.bool_)
         self.attention = np.zeros(num_rows, np.bool_)
+        self.unread = np.zeros((num_rows, MAX_UNREAD), np.int32)
+        self.num_unread = np.zeros(num_rows, np.int32)
 
     def seat(self, sequence: Sequence, num_pages: int, end: int) -> None:
         """The sequence got row `sequence.slot`, starting with `num_pages` cached pages."""
@@ -45,6 +51,8 @@ class RunningTable:
         self.kv[slot] = sequence.computed
 
     def clear(self, slot: int) -> None:
+        """The row is nobody's; its sequence must be `up_to_date`."""
+        assert not self.num_unread[slot], "tokens would be lost"
         self.sequences[slot] = None
         self.generation[slot] = NOBODY
         self.decoding[slot] = False
@@ -68,6 +76,26 @@ class RunningTable:
         self.kv[slots] += 1
         self.total[slots] += 1
 
+    def take_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """A step that was read delivered one token for each of these rows, (n,) int32 each."""
+        counts = self.num_unread[slots]
+        self.unread[slots, counts] = token_ids
+        counts += 1
+        self.num_unread[slots] = counts
+        self.known[slots] += 1
+        if counts.size and counts.max() == MAX_UNREAD:
+            for slot in slots[counts == MAX_UNREAD].tolist():
+                self.up_to_date(slot)
+
+    def up_to_date(self, slot: int) -> Sequence:
+        """The row's sequence, with every token that was read for it."""
+        sequence = self.seated(slot)
+        count = self.num_unread[slot]
+        if count:
+            sequence.output.extend(self.unread[slot, :count].tolist())
+            self.num_unread[slot] = 0
+        return sequence
+
     def in_flight(self, slot: int) -> bool:
         """Whether a dispatched step owes this row a token."""
         return bool(self.total[slot] > self.known[slot])
@@ -75,7 +103,7 @@ class RunningTable:
     def prefilling(self) -> list[Sequence]:
         """Those with known tokens still to compute, oldest first. Costs nothing a row when there are none."""
         slots = np.flatnonzero((self.generation != NOBODY) & ~self.decoding).tolist()
-        return sorted((self._seated(slot) for slot in slots), key=lambda seq: seq.arrival)
+        return sorted((self.seated(slot) for slot in slots), key=lambda seq: seq.arrival)
 
     def running(self) -> list[Sequence]:
         """Oldest first."""
@@ -85,7 +113,8 @@ class RunningTable:
     def num_running(self) -> int:
         return int((self.generation != NOBODY).sum())
 
-    def _seated(self, slot: int) -> Sequence:
+    def seated(self, slot: int) -> Sequence:
+        """The sequence of a row that has one."""
         sequence = self.sequences[slot]
         assert sequence is not None, "a row with a generation has a sequence"
         return sequence
@@ -101,8 +130,8 @@ class RunningTable:
                 broken = "the sequence sits elsewhere"
             elif sequence.status is Status.DECODE and not self.known[slot] <= self.total[slot] <= self.end[slot]:
                 broken = f"known {self.known[slot]}, total {self.total[slot]}, end {self.end[slot]}"
-            elif self.known[slot] != sequence.known:
-                broken = f"known {self.known[slot]} but the sequence has {sequence.known}"
+            elif self.known[slot] != sequence.known + self.num_unread[slot]:
+                broken = f"known {self.known[slot]} but the sequence has {sequence.known} + {self.num_unread[slot]}"
             elif -(-int(max(self.kv[slot], sequence.computed)) // self.page_size) > self.num_pages[slot]:
                 broken = f"{self.num_pages[slot]} pages do not hold {self.kv[slot]} tokens"
             if broken:

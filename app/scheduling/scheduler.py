@@ -239,8 +239,7 @@ class Scheduler:
         offsets = prepared.page_offsets
         counts = np.diff(offsets)
         for row in np.flatnonzero(counts).tolist():
-            sequence = self._table.sequences[slots[row]]
-            assert sequence is not None, "a planned row has a sequence"
+            sequence = self._table.seated(slots[row])
             self._adapter.extend(sequence.request_id, prepared.pages[offsets[row] : offsets[row + 1]])
         self._table.num_pages[slots] += counts
 
@@ -263,17 +262,12 @@ class Scheduler:
         tokens = completion.token_ids[: slots.size]
         alive = table.generation[slots] == step.decode_generations
         rows = np.flatnonzero(alive)
-        live = slots[rows]
-        sequences = table.sequences
-        for slot, token in zip(live.tolist(), tokens[rows].tolist(), strict=True):
-            sequences[slot].output.append(token)
-        table.known[live] += 1
-        ending = self._finish_rule.may_end(tokens[rows])
+        live, fresh = slots[rows], tokens[rows]
+        table.take_tokens(live, fresh)
+        ending = self._finish_rule.may_end(fresh)
         ending |= table.attention[live] | (table.known[live] >= table.end[live])
         for row in rows[ending].tolist():
-            sequence = sequences[slots[row]]
-            assert sequence is not None, "a live row has a sequence"
-            self._after_token(sequence, row, completion)
+            self._after_token(table.up_to_date(int(slots[row])), row, completion)
         for row in np.flatnonzero(~alive).tolist():
             self._pay_owed((int(slots[row]), int(step.decode_generations[row])), row, completion)
 
@@ -341,6 +335,7 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence) -> None:
         """Back to the queue with the tokens it has; its pages are freed and computed again later. Rule (c)."""
+        self._table.up_to_date(sequence.slot)
         if self._table.in_flight(sequence.slot):
             sequence.owed = True
             self._owed[sequence.slot, sequence.generation] = sequence
@@ -356,6 +351,8 @@ class Scheduler:
 
     def _end_for_capacity(self, sequence: Sequence) -> None:
         """The pool cannot hold one token more of it even alone. A token in flight is still waited for."""
+        if sequence.status is not Status.WAITING:
+            self._table.up_to_date(sequence.slot)
         error = (
             f"the KV pool of {self._adapter.capacity} pages of {self._adapter.page_size} tokens is too small for more "
             f"than {sequence.known} tokens of this request"
@@ -372,6 +369,7 @@ class Scheduler:
             self._owed.pop((sequence.slot, sequence.generation), None)
             self._waiting.remove(sequence)
         else:
+            self._table.up_to_date(sequence.slot)
             # The last token's KV is not written, or was written by a step whose token is dropped.
             if sequence.status is Status.DECODE and reason in ("stop", "length", "capacity"):
                 self._adapter.finish(sequence.request_id, sequence.settled_key(sequence.known - 1))

@@ -7,6 +7,7 @@ import pytest
 
 from app.core.batch import PageRewrite
 from app.errors import IntegrityError, OutOfRequestSlotsError, StaleHandleError
+from app.memory import req_to_token_pool
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta
 from app.tpu.mesh import make_mesh
 
@@ -101,8 +102,13 @@ def test_the_device_table_changes_only_when_a_step_applies_it(rows: ReqToTokenPo
     assert device_row(rows, int(slots[0]))[0] == 5
 
 
-def test_the_last_write_to_a_cell_wins(rows: ReqToTokenPool) -> None:
+def test_the_last_write_to_a_cell_wins(rows: ReqToTokenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scatter with two writes to one cell has no defined winner, so only one of them may travel."""
+    travelled = []
+    scatter = req_to_token_pool._scatter
+    monkeypatch.setattr(
+        req_to_token_pool, "_scatter", lambda table, cells: travelled.append(cells) or scatter(table, cells)
+    )
     slots = rows.allocate(1)
     slot = int(slots[0])
     written = rows.append(slots, ints(3), ints(1, 2, 3))
@@ -112,6 +118,8 @@ def test_the_last_write_to_a_cell_wins(rows: ReqToTokenPool) -> None:
     rows.apply([written, rewritten, again])
 
     assert device_row(rows, slot)[:3] == rows.row_pages(slot).tolist() == [1, 8, 4]
+    (cells,) = travelled
+    assert sorted(cells[1, cells[0] == slot].tolist()) == [0, 1, 2]
 
 
 def test_many_cells_travel_whole(rows: ReqToTokenPool) -> None:
