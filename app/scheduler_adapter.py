@@ -111,10 +111,11 @@ class SchedulerAdapter:
     def publish(self, request_id: str, settled: RadixKey) -> Republished | None:
         """Give the whole pages of `settled` to the cache: tokens whose KV is written and whose ids are final.
 
-        -> what the row must read from now on, if the cache already had pages there; the request's are freed.
+        -> what the row must read from now on, if the cache already had pages there; the request's are freed. Nothing
+        happens for a request that has no lease: its pool was lost.
         """
-        lease = self._leases[request_id]
-        if len(settled) // self._page_size <= lease.shared:
+        lease = self._leases.get(request_id)
+        if lease is None or len(settled) // self._page_size <= lease.shared:
             return None
         result = self._cache.insert(settled, lease.pages[: lease.num_pages])
         published = result.pages.size
@@ -135,9 +136,8 @@ class SchedulerAdapter:
 
     def finish(self, request_id: str, settled: RadixKey) -> None:
         """Publish what is settled and let go of the rest. Nothing happens for a request that has no lease."""
-        if request_id in self._leases:
-            self.publish(request_id, settled)
-            self.release(request_id)
+        self.publish(request_id, settled)
+        self.release(request_id)
 
     def release(self, request_id: str) -> None:
         """Free the request's own pages and unlock its prefix. Idempotent: the one way out for every request."""

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import structlog
-
 from app.commands.progress import progress_bar
 from app.config.cache_type import CacheTypeChoice
 from app.config.checks import advice
@@ -103,6 +101,8 @@ def open_engine(server_args: ServerArgs) -> Iterator[Engine]:
 
 def _make_ready(container: Container) -> None:
     """Load the model; say what may surprise."""
+    import structlog
+
     args, cache = container.server_args(), container.cache_type()
     container.scheduler()
     pool_tokens = container.pool_size() * args.page_size

@@ -3,8 +3,8 @@
 Life of a batch:     prepare_batch --> PREPARED --> execute_batch --> RUNNING --> its handle is read --> over
                                           `-----> discard_batch --> over
 
-When the device fails, the donated pool is gone: every step not yet read fails with it, the pool is made anew under the
-next generation, and whatever was prepared before is refused.
+When the device fails, the donated pool is gone: the step and every later one fail, the pool is made anew under the next
+generation, and whatever was prepared before is refused. What earlier steps produced can still be read.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class LocalRuntime:
             handle.started(self._dispatcher.run(reservation.plan, reservation.row_slots[num_decodes:], deltas))
         except Exception as error:
             # The device may raise anything; whatever it is, the pool was lent and is gone.
-            self._lose_pool(f"{type(error).__name__}: {error}")
+            self._lose_pool(prepared.batch_id, f"{type(error).__name__}: {error}")
         return handle
 
     def discard_batch(self, prepared: PreparedBatch) -> None:
@@ -261,11 +261,14 @@ class LocalRuntime:
         if len(self._unread) > MAX_UNREAD_STEPS:
             raise BatchOrderError(batch_id=prepared.batch_id, reason="wait for an earlier step first")
 
-    def _lose_pool(self, reason: str) -> None:
-        """The device failed. Every step not yet read fails, and a new generation begins with empty pools."""
+    def _lose_pool(self, batch_id: int, reason: str) -> None:
+        """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
         _log.error("pool_lost", reason=reason, unread_steps=len(self._unread))
-        for handle in self._unread:
-            handle.failed(reason)
+        for handle in list(self._unread):
+            if handle.batch_id < batch_id:
+                handle.salvage()
+            else:
+                handle.failed(reason)
         self._pool.reset()
         self._start_generation()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from app.core.batch import NO_TOKEN, BatchCompletion
@@ -26,7 +25,7 @@ class LocalStepHandle:
         extend_samples: np.ndarray,
         identity: Callable[[], CacheIdentity],
         on_read: Callable[[LocalStepHandle], None],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[int, str], None],
     ) -> None:
         self._batch_id = batch_id
         self._num_rows = num_rows
@@ -50,6 +49,16 @@ class LocalStepHandle:
         """The runtime lost the pool that it ran on."""
         self._failure = reason
         self._sections = []
+
+    def salvage(self) -> None:
+        """Read it now, because a later step lost the pool: what this one produced stands, unless it failed as well."""
+        try:
+            self._completion = self._collect()
+        except RuntimeError as error:
+            self.failed(_described(error))
+        else:
+            self._sections = []
+            self._on_read(self)
 
     def done(self) -> bool:
         if self._completion is not None or self._failure is not None:
@@ -77,8 +86,8 @@ class LocalStepHandle:
         if self._failure is None:
             try:
                 return self._collect()
-            except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-                self._on_failure(f"{type(error).__name__}: {error}")
+            except RuntimeError as error:
+                self._on_failure(self._batch_id, _described(error))
         return BatchCompletion(
             batch_id=self._batch_id,
             identity=self._identity(),
@@ -113,3 +122,8 @@ class LocalStepHandle:
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
         )
+
+
+def _described(error: RuntimeError) -> str:
+    """What the device says; JAX's errors are RuntimeErrors."""
+    return f"{type(error).__name__}: {error}"

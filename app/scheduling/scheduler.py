@@ -180,10 +180,8 @@ class Scheduler:
 
     def _notice_new_pool(self) -> None:
         """The pool may be another one: a step failed as it was dispatched, or the runtime was closed and opened."""
-        if self._adapter.identity == self._identity:
-            return
-        failures = [step.handle.wait().failure for step in self._in_flight]
-        self._lose_pool(next(filter(None, failures), "the runtime was reopened"))
+        if self._adapter.identity != self._identity:
+            self._lose_pool("the runtime was reopened")
 
     def _prepare(self, draft: Draft) -> PreparedBatch:
         """All or nothing on this side too: a plan that is refused leaves no lease behind."""
@@ -249,9 +247,12 @@ class Scheduler:
         step = self._in_flight[0]
         completion = step.handle.wait()
         self._in_flight.pop(0)  # not before: the wait may be interrupted, and is then repeated
-        if completion.failure is not None:
+        if completion.failure is None:
+            self._settle(step, completion)
+        else:
             self._lose_pool(completion.failure)
-            return
+
+    def _settle(self, step: _InFlight, completion: BatchCompletion) -> None:
         if step.decode_slots.size:
             self._settle_decodes(step, completion)
         for index, chunk in enumerate(step.chunks):
@@ -314,20 +315,27 @@ class Scheduler:
         elif sequence.capacity_error is not None:
             self._end(sequence, "capacity", sequence.capacity_error)
 
-    def _lose_pool(self, failure: str) -> None:
-        """The device failed and took the pool with it: what ran is over, what waits is served from the new pool."""
-        running = self._table.running()
-        _log.error("pool_lost", reason=failure, failed_requests=len(running), waiting=self.num_waiting)
+    def _lose_pool(self, reason: str) -> None:
+        """The pool is gone: what ran is over, what waits is served from the new one.
+
+        Tokens of steps that ran before the failure are taken in first; with no lease left, nothing of them is cached.
+        """
+        self._adapter.reset()
+        self._identity = self._adapter.identity
         for step in self._in_flight:
-            step.handle.wait()
+            completion = step.handle.wait()
+            if completion.failure is None:
+                self._settle(step, completion)
+            else:
+                reason = completion.failure
         self._in_flight.clear()
         for sequence in self._owed.values():
             sequence.owed = False
         self._owed.clear()
-        self._adapter.reset()
-        self._identity = self._adapter.identity
+        running = self._table.running()
+        _log.error("requests_failed", reason=reason, failed=len(running), waiting=self.num_waiting)
         for sequence in running:
-            self._end(sequence, "error", failure)
+            self._end(sequence, "error", reason)
         self._outbox.clear()
         self._slots_left = self._limits.max_running_requests
 

@@ -75,6 +75,23 @@ def test_the_request_alone_fails_and_the_next_is_served(engine: OpenEngine, at_d
 
 
 @pytest.mark.parametrize("at_dispatch", KINDS)
+def test_what_the_step_before_produced_stands(engine: OpenEngine, at_dispatch: bool) -> None:
+    """A second step in flight fails: the request that ended in the first has its whole output."""
+    # given: programs 0 (both prompts), 1, 2 (both decode), 3 (the long one alone) fails
+    opened = engine(overrides=failing(3, at_dispatch), chunked_prefill_size=64)
+    generation = opened.runtime.identity.generation
+    opened.add(range(10), "short", max_tokens=3)
+    opened.add(range(20, 30), "long", max_tokens=12)
+
+    # then
+    check_failed_over(opened, generation)
+    assert opened.outputs["short"].finish_reason == "length"
+    assert len(opened.outputs["short"].token_ids) == 3
+    assert opened.outputs["long"].finish_reason == "error"
+    assert len(opened.outputs["long"].token_ids) == 3
+
+
+@pytest.mark.parametrize("at_dispatch", KINDS)
 def test_nothing_of_the_lost_pool_is_reused(engine: OpenEngine, at_dispatch: bool) -> None:
     """Old receipts are refused, the cache is empty, and poison in every free page changes nothing."""
     # given: a cached prefix, and a lock on it from outside

@@ -1,4 +1,4 @@
-"""The whole engine on 1, 2, 4 and 8 devices gives the same tokens. In a process of its own, with 8 forced CPU devices."""
+"""The whole engine on 1, 2, 4 and 8 devices gives the same tokens; on 8 forced CPU devices of another process."""
 
 from __future__ import annotations
 

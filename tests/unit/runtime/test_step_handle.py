@@ -47,7 +47,7 @@ class Owner:
         self.failures: list[str] = []
         self.handle: LocalStepHandle | None = None
 
-    def lose_pool(self, reason: str) -> None:
+    def lose_pool(self, _batch_id: int, reason: str) -> None:
         self.failures.append(reason)
         assert self.handle is not None
         self.handle.failed(reason)
