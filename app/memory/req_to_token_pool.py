@@ -85,6 +85,8 @@ class ReqToTokenPool:
         if count > len(self._free_slots):
             raise OutOfRequestSlotsError(need=count, free=len(self._free_slots))
         slots = np.array([self._free_slots.pop() for _ in range(count)], np.int32)
+        if count == 0:
+            return slots
         self.generations[slots] += 1
         self._in_use[slots] = True
         self.page_counts[slots] = 0
@@ -92,6 +94,8 @@ class ReqToTokenPool:
 
     def release(self, slots: np.ndarray) -> None:
         """Rows that end; checked before by `check_handles`. Their pages are nobody's business here."""
+        if slots.size == 0:
+            return
         self._in_use[slots] = False
         self._free_slots.extend(slots.tolist())
 

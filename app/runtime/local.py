@@ -129,8 +129,9 @@ class LocalRuntime:
             raise StaleHandleError(what="plan for pool", held=tuple(plan.identity), current=tuple(self.identity))
         check_plan(plan, rows=self._rows, allocator=self._allocator, vocab_size=self._runner.vocab_size)
         needs = self._page_needs(plan)
-        self._check_capacity(plan, int(needs.sum()))
-        return self._reserve(plan, needs)
+        num_pages = int(needs.sum())
+        self._check_capacity(plan, num_pages)
+        return self._reserve(plan, needs, num_pages)
 
     def execute_batch(self, prepared: PreparedBatch) -> LocalStepHandle:
         self._require_open("execute_batch")
@@ -208,7 +209,7 @@ class LocalRuntime:
         if len(plan.admissions) > free_slots:
             raise OutOfRequestSlotsError(need=len(plan.admissions), free=free_slots)
 
-    def _reserve(self, plan: BatchPlan, needs: np.ndarray) -> PreparedBatch:
+    def _reserve(self, plan: BatchPlan, needs: np.ndarray, num_pages: int) -> PreparedBatch:
         rows = self._rows
         self._allocator.apply_frees(plan.free_pages)  # the only thing here that can refuse, and it goes first
         rows.release(plan.release_slots)
@@ -218,12 +219,12 @@ class LocalRuntime:
         for slot, admission in zip(admitted.tolist(), plan.admissions, strict=True):
             count = np.array([admission.prefix_pages.size], np.int32)
             appends.append(rows.append(np.array([slot], np.int32), count, admission.prefix_pages))
-        extend_slots = plan.extend_slots.copy()
-        new = extend_slots < 0
-        extend_slots[new] = admitted[-1 - extend_slots[new]]
-        row_slots = np.concatenate([plan.decode_slots, extend_slots])
-        pages = self._allocator.allocate(int(needs.sum()))
-        appends.append(rows.append(row_slots, needs, pages))
+        row_slots = _row_slots(plan, admitted)
+        pages = self._allocator.allocate(num_pages)
+        offsets = np.zeros(needs.size + 1, np.int32)
+        if num_pages:
+            appends.append(rows.append(row_slots, needs, pages))
+            np.cumsum(needs, out=offsets[1:])
         batch_id = self._next_batch_id
         self._next_batch_id += 1
         self._prepared[batch_id] = _Reservation(
@@ -234,8 +235,6 @@ class LocalRuntime:
             rewrites=rewrites,
             appends=appends,
         )
-        offsets = np.zeros(needs.size + 1, np.int32)
-        np.cumsum(needs, out=offsets[1:])
         return PreparedBatch(
             batch_id=batch_id,
             identity=self.identity,
@@ -283,6 +282,16 @@ class LocalRuntime:
     def _require_open(self, action: str) -> None:
         if not self._is_open:
             raise RuntimeClosedError(action=action)
+
+
+def _row_slots(plan: BatchPlan, admitted: np.ndarray) -> np.ndarray:
+    """(rows,) int32: decode rows, then extend rows, admissions resolved."""
+    if not plan.extend_slots.size:
+        return plan.decode_slots
+    extend_slots = plan.extend_slots.copy()
+    new = extend_slots < 0
+    extend_slots[new] = admitted[-1 - extend_slots[new]]
+    return np.concatenate([plan.decode_slots, extend_slots])
 
 
 def new_identity() -> CacheIdentity:

@@ -68,8 +68,8 @@ class RunningTable:
         return np.flatnonzero(self.decoding & (self.total < self.end)).astype(np.int32)
 
     def decode_pages_needed(self, slots: np.ndarray) -> int:
-        """Pages that decoding `slots` once takes."""
-        return int((self.kv[slots] // self.page_size + 1 - self.num_pages[slots]).sum())
+        """Pages that decoding `slots` once takes: one for each row whose pages are full."""
+        return int(np.count_nonzero(self.kv[slots] >= self.num_pages[slots] * self.page_size))
 
     def advance(self, slots: np.ndarray) -> None:
         """A step that decodes `slots` was dispatched."""

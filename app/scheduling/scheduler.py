@@ -232,6 +232,8 @@ class Scheduler:
         return [(chunk.sequence.slot, chunk.sequence.generation) for chunk in draft.chunks]
 
     def _take_pages(self, draft: Draft, prepared: PreparedBatch) -> None:
+        if not prepared.pages.size:
+            return
         chunk_slots = np.array([chunk.sequence.slot for chunk in draft.chunks], np.int32)
         slots = np.concatenate([draft.decode_slots, chunk_slots])
         offsets = prepared.page_offsets
