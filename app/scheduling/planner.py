@@ -113,7 +113,7 @@ class Planner:
             for seq, prefix in draft.admitted
         }
         slots = draft.decode_slots
-        builder.decode(slots, table.generation[slots], table.kv[slots])
+        builder.decode(slots, table.generation[slots], table.decode_positions(slots))
         for chunk in draft.chunks:
             sequence = chunk.sequence
             slot = rows.get(sequence.request_id, sequence.slot)

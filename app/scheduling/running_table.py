@@ -1,13 +1,13 @@
 """The running requests as arrays by runtime row, so that a decode step costs a few numpy calls for any batch size.
 
-For a row that decodes:  known <= total,  kv = total - 1 right after planning
-    known   tokens whose ids the host has read
-    total   known plus the token that a dispatched step will deliver
-    kv      tokens whose KV is written by dispatched steps
-    end     total at which the request ends whatever its tokens are
+For a row that decodes:  known <= total <= end, and a dispatched step writes the KV of all but the last of total
+    known    tokens whose ids the host has read
+    total    known plus the token that a dispatched step will deliver
+    end      total at which the request ends whatever its tokens are
+    look_at  known from which on each token must be looked at: end, or 0 for a request with ends of its own
 
-Tokens that were read lie in `unread` rows until their sequence is looked at: touching hundreds of sequences in every
-step costs more than all the rest of settling it.
+Tokens that were read lie in `unread` until their sequence is looked at: touching hundreds of sequences in every step
+costs more than all the rest of settling it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class RunningTable:
         self.generation = np.full(num_rows, NOBODY, np.int32)
         self.known = np.zeros(num_rows, np.int32)
         self.total = np.zeros(num_rows, np.int32)
-        self.kv = np.zeros(num_rows, np.int32)
         self.end = np.zeros(num_rows, np.int32)
+        self.look_at = np.zeros(num_rows, np.int32)
         self.num_pages = np.zeros(num_rows, np.int32)
         self.decoding = np.zeros(num_rows, np.bool_)
-        self.attention = np.zeros(num_rows, np.bool_)
-        self.unread = np.zeros((num_rows, MAX_UNREAD), np.int32)
-        self.num_unread = np.zeros(num_rows, np.int32)
+        self.unread = np.zeros((MAX_UNREAD, num_rows), np.int32)  # rows of equal age lie side by side
+        self.handed_on = np.zeros(num_rows, np.int32)  # known tokens that the sequence has
 
     def seat(self, sequence: Sequence, num_pages: int, end: int) -> None:
         """The sequence got row `sequence.slot`, starting with `num_pages` cached pages."""
@@ -45,14 +44,13 @@ class RunningTable:
         self.generation[slot] = sequence.generation
         self.num_pages[slot] = num_pages
         self.end[slot] = end
+        self.look_at[slot] = 0 if sequence.needs_attention else end
         self.decoding[slot] = False
-        self.attention[slot] = sequence.needs_attention
-        self.known[slot] = self.total[slot] = sequence.known
-        self.kv[slot] = sequence.computed
+        self.known[slot] = self.total[slot] = self.handed_on[slot] = sequence.known
 
     def clear(self, slot: int) -> None:
         """The row is nobody's; its sequence must be `up_to_date`."""
-        assert not self.num_unread[slot], "tokens would be lost"
+        assert self.known[slot] == self.handed_on[slot], "tokens would be lost"
         self.sequences[slot] = None
         self.generation[slot] = NOBODY
         self.decoding[slot] = False
@@ -60,8 +58,16 @@ class RunningTable:
     def start_decoding(self, slot: int) -> None:
         """The step that computes the row's last known token was dispatched; it delivers one token."""
         self.decoding[slot] = True
-        self.kv[slot] = self.known[slot]
         self.total[slot] = self.known[slot] + 1
+
+    def end_with_what_is_in_flight(self, slot: int) -> None:
+        """The row decodes no more."""
+        self.end[slot] = self.look_at[slot] = self.total[slot]
+
+    def take_first_token(self, slot: int) -> None:
+        """A step that was read ended the row's prefill; its sequence has been given the token."""
+        self.known[slot] += 1
+        self.handed_on[slot] += 1
 
     def ready_slots(self) -> np.ndarray:
         """(d,) int32 rows that decode in the next step: those whose end is not reached by what is in flight."""
@@ -69,31 +75,38 @@ class RunningTable:
 
     def decode_pages_needed(self, slots: np.ndarray) -> int:
         """Pages that decoding `slots` once takes: one for each row whose pages are full."""
-        return int(np.count_nonzero(self.kv[slots] >= self.num_pages[slots] * self.page_size))
+        return int(np.count_nonzero(self.total[slots] > self.num_pages[slots] * self.page_size))
+
+    def decode_positions(self, slots: np.ndarray) -> np.ndarray:
+        """(d,) int32: where the next step writes; the last token of `total` is its input."""
+        return self.total[slots] - 1
 
     def advance(self, slots: np.ndarray) -> None:
         """A step that decodes `slots` was dispatched."""
-        self.kv[slots] += 1
         self.total[slots] += 1
 
-    def take_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """A step that was read delivered one token for each of these rows, (n,) int32 each."""
-        counts = self.num_unread[slots]
-        self.unread[slots, counts] = token_ids
-        counts += 1
-        self.num_unread[slots] = counts
-        self.known[slots] += 1
-        if counts.size and counts.max() == MAX_UNREAD:
-            for slot in slots[counts == MAX_UNREAD].tolist():
+    def take_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """A step that was read delivered one token for each of these rows, (n,) int32 each.
+
+        -> (n,) bool: whether the row has reached the token from which on each must be looked at.
+        """
+        known = self.known[slots]
+        waiting = known - self.handed_on[slots]
+        self.unread[waiting, slots] = token_ids
+        known += 1
+        self.known[slots] = known
+        if waiting.size and waiting.max() == MAX_UNREAD - 1:
+            for slot in slots[waiting == MAX_UNREAD - 1].tolist():
                 self.up_to_date(slot)
+        return known >= self.look_at[slots]
 
     def up_to_date(self, slot: int) -> Sequence:
         """The row's sequence, with every token that was read for it."""
         sequence = self.seated(slot)
-        count = self.num_unread[slot]
-        if count:
-            sequence.output.extend(self.unread[slot, :count].tolist())
-            self.num_unread[slot] = 0
+        waiting = self.known[slot] - self.handed_on[slot]
+        if waiting:
+            sequence.output.extend(self.unread[:waiting, slot].tolist())
+            self.handed_on[slot] = self.known[slot]
         return sequence
 
     def in_flight(self, slot: int) -> bool:
@@ -130,9 +143,19 @@ class RunningTable:
                 broken = "the sequence sits elsewhere"
             elif sequence.status is Status.DECODE and not self.known[slot] <= self.total[slot] <= self.end[slot]:
                 broken = f"known {self.known[slot]}, total {self.total[slot]}, end {self.end[slot]}"
-            elif self.known[slot] != sequence.known + self.num_unread[slot]:
-                broken = f"known {self.known[slot]} but the sequence has {sequence.known} + {self.num_unread[slot]}"
-            elif -(-int(max(self.kv[slot], sequence.computed)) // self.page_size) > self.num_pages[slot]:
-                broken = f"{self.num_pages[slot]} pages do not hold {self.kv[slot]} tokens"
+            elif self.handed_on[slot] != sequence.known or not self._may_wait(slot):
+                broken = (
+                    f"known {self.known[slot]}, handed on {self.handed_on[slot]}, the sequence has {sequence.known}"
+                )
+            elif -(-self._kv_length(sequence) // self.page_size) > self.num_pages[slot]:
+                broken = f"{self.num_pages[slot]} pages do not hold {self._kv_length(sequence)} tokens"
             if broken:
                 raise IntegrityError(owner="RunningTable", broken=f"row {slot}: {broken}")
+
+    def _kv_length(self, sequence: Sequence) -> int:
+        """Tokens whose KV dispatched steps write."""
+        return int(self.total[sequence.slot]) - 1 if self.decoding[sequence.slot] else sequence.computed
+
+    def _may_wait(self, slot: int) -> bool:
+        """Whether the row's count of tokens that its sequence has not been given is possible."""
+        return 0 <= self.known[slot] - self.handed_on[slot] < (MAX_UNREAD if self.decoding[slot] else 1)

@@ -265,14 +265,14 @@ class Scheduler:
         tokens = completion.token_ids[: slots.size]
         alive = table.generation[slots] == step.decode_generations
         rows = np.flatnonzero(alive)
-        live, fresh = slots[rows], tokens[rows]
-        table.take_tokens(live, fresh)
-        ending = self._finish_rule.may_end(fresh)
-        ending |= table.attention[live] | (table.known[live] >= table.end[live])
-        for row in rows[ending].tolist():
-            self._after_token(table.up_to_date(int(slots[row])), row, completion)
+        if rows.size < slots.size:
+            slots, tokens = slots[rows], tokens[rows]
+        due = table.take_tokens(slots, tokens) | self._finish_rule.may_end(tokens)
+        for index in np.flatnonzero(due).tolist():
+            self._after_token(table.up_to_date(int(slots[index])), int(rows[index]), completion)
         for row in np.flatnonzero(~alive).tolist():
-            self._pay_owed((int(slots[row]), int(step.decode_generations[row])), row, completion)
+            place = int(step.decode_slots[row]), int(step.decode_generations[row])
+            self._pay_owed(place, row, completion)
 
     def _settle_chunk(self, chunk: Chunk, place: tuple[int, int], row: int, completion: BatchCompletion) -> None:
         slot, generation = place
@@ -291,7 +291,7 @@ class Scheduler:
         if chunk.samples:
             sequence.unpublished = False
             sequence.output.append(int(completion.token_ids[row]))
-            self._table.known[slot] += 1
+            self._table.take_first_token(slot)
             self._after_token(sequence, row, completion)
 
     def _pay_owed(self, place: tuple[int, int], row: int, completion: BatchCompletion) -> None:
@@ -369,7 +369,7 @@ class Scheduler:
         )
         if sequence.status is Status.DECODE and self._table.in_flight(sequence.slot):
             sequence.capacity_error = error
-            self._table.end[sequence.slot] = self._table.total[sequence.slot]
+            self._table.end_with_what_is_in_flight(sequence.slot)
         else:
             self._end(sequence, "capacity", error)
 
