@@ -74,7 +74,7 @@ def test_integrity_names_the_row_that_is_wrong(table: RunningTable) -> None:
     with pytest.raises(IntegrityError, match="row 1: 1 pages do not hold 5"):
         table.check_integrity()
     table.num_pages[1] = 2
-    table.known[1] = 6
+    table.known[1] = 4
     with pytest.raises(IntegrityError, match="row 1"):
         table.check_integrity()
     table.known[1] = 5
