@@ -23,7 +23,8 @@ Tier = Literal["device", "host", "storage"]
 class CacheIdentity(NamedTuple):
     """Which pool a page id belongs to.
 
-    `generation` grows on flush, on loss of the pool and on reopening; another process has another `runtime_id`.
+    `generation` grows on loss of the pool and on reopening; another process has another `runtime_id`. Flushing a cache
+    frees its pages one by one, so no generation ends with it.
     Bare int32 page ids are meaningful only together with one identity.
     """
 

@@ -21,9 +21,12 @@ from app.errors import (
     RuntimeClosedError,
     UnknownCacheTypeError,
 )
+from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.models.model_runner import LlamaModelRunner
 from app.models.random_weights import RandomWeights
+from app.observability.kv_events import KvEventRecorder, KvEventReplica
 from app.providers.testing import fake_device_pool, fake_model, overridden
+from app.runtime.local import new_identity
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
@@ -125,6 +128,7 @@ def _explode():
 
 
 def test_two_containers_share_no_object():
+    """H20."""
     shared_by_design = {"server_args", "tp_rank", "page_size", "tp_size", "progress", "events", "dtype", "pool_dtype"}
     with overridden(ARGS, fake=True) as first, overridden(ARGS, fake=True) as second:
         for name in set(PUBLIC_PROVIDERS) - shared_by_design - {"pool_size", "mesh"}:
@@ -144,7 +148,24 @@ def test_swapping_the_device_pool_alone_runs_the_real_model_on_it_with_equal_out
         assert not container.device_pool().lost()
 
 
+def test_recorded_events_rebuild_the_content_of_the_cache():
+    recorder = KvEventRecorder(page_size=ARGS.page_size)
+    replica = KvEventReplica()
+    with overridden(ARGS, fake=True, events=lambda _: providers.Object(recorder)) as container:
+        for length in range(5, 60, 6):  # more than the pool holds: some are evicted
+            prompt = np.full(length, length, np.int32)
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            generate_all(container.scheduler(), [Request(request_id="r", prompt_token_ids=prompt, sampling=params)])
+            replica.apply(recorder.drain())
+            cache = container.tree_cache()
+            assert len(replica.page_hashes) == cache.evictable_pages + cache.protected_pages
+        assert container.scheduler().flush_cache() == len(replica.page_hashes) > 0
+        replica.apply(recorder.drain())
+        assert not replica.page_hashes
+
+
 def test_an_override_leaves_no_trace_also_after_an_error_in_its_block():
+    """H20."""
     with pytest.raises(ZeroDivisionError):
         _fail_inside_an_override()
     plain = build_container(ARGS)
@@ -167,6 +188,23 @@ def test_an_override_entered_after_an_engine_has_run_works():
             assert isinstance(swapped.model_runner(), FakeModelRunner)
             assert answer(swapped) != real
         assert answer(running, "again") == real
+
+
+def test_nested_overrides_do_not_reach_one_another():
+    """H20."""
+    with overridden(ARGS, fake=True) as outer:
+        expected = answer(outer)
+        with overridden(ARGS, fake=True, token_allocator=_sixteen_pages) as inner:
+            assert inner.tree_cache().token_allocator.capacity == 16
+            assert answer(inner) == expected
+        assert outer.tree_cache().token_allocator.capacity == 64
+        assert answer(outer, "again") == expected
+    with overridden(ARGS, fake=True) as later:
+        assert later.tree_cache().token_allocator.capacity == 64
+
+
+def _sixteen_pages(_: Container) -> providers.Provider[object]:
+    return providers.ThreadSafeSingleton(PagedTokenToKVPoolAllocator, 16, ARGS.page_size, new_identity())
 
 
 def test_an_unknown_provider_name_is_refused():
