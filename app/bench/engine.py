@@ -64,7 +64,8 @@ def format_engine_bench(result: dict[str, Any]) -> str:
     prefill = result["prefill"]
     lines.append(f"prefill of {PREFILL_TOKENS} tokens: {prefill['tokens_per_second']:.0f} tokens/s")
     lines.append(
-        f"control time a decode step, fake model, processor time of the scheduler's thread (least of {CONTROL_ROUNDS} medians)"
+        "control time a decode step, fake model: processor time of the scheduler's thread, "
+        f"least of {CONTROL_ROUNDS} medians"
     )
     lines += [
         f"  {row['running']:>3} running: {row['control_us']:7.1f} us   "

@@ -10,33 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dependency_injector import providers
 
-from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.core.sampling import MAX_LOGPROBS, SamplingParams
-from app.models.random_weights import RandomWeights
-from app.providers.testing import fake_model, overridden
+from app.providers.testing import overridden
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request, RequestOutput
+from tests.support.tiny_llama import files_of, tiny_llama
 
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=MAX_LOGPROBS,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    context_length=256,
-)
-FILES = {
-    "base_model_config": fake_model(MODEL)["base_model_config"],
-    "checkpoint": lambda _: providers.Object(RandomWeights(MODEL, seed=3)),
-    "tokenizer": fake_model(MODEL)["tokenizer"],
-    "detokenizer": fake_model(MODEL)["detokenizer"],
-}
+MODEL = tiny_llama(vocab_size=MAX_LOGPROBS, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2)
+FILES = files_of(MODEL, seed=3)
 
 
 def workload(seed: int) -> list[Request]:

@@ -12,25 +12,16 @@ ROOT = Path(__file__).parents[2]
 
 SERVE_ON_EACH_SIZE = """
 import json
-from dataclasses import replace
 
 import numpy as np
-from dependency_injector import providers
-
-from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
-from app.models.random_weights import RandomWeights
-from app.providers.testing import fake_model, overridden
+from app.providers.testing import overridden
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
+from tests.support.tiny_llama import files_of, tiny_llama
 
-MODEL = ModelConfig(
-    architecture="llama", vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8,
-    num_kv_heads=2, head_dim=8, context_length=128,
-)
-fakes = fake_model(MODEL)
-files = {name: fakes[name] for name in ("base_model_config", "tokenizer", "detokenizer")}
+model = tiny_llama(vocab_size=64, hidden_size=32, intermediate_size=64, num_heads=8, num_kv_heads=2, context_length=128)
 rng = np.random.default_rng(0)
 shared = rng.integers(0, 64, 40).astype(np.int32)
 prompts = [np.concatenate([shared[: 10 * n], rng.integers(0, 64, 5).astype(np.int32)]) for n in range(1, 5)]
@@ -38,7 +29,7 @@ answers = {}
 for tp_size in (1, 2, 4, 8):
     args = ServerArgs(tp_size=tp_size, page_size=8, max_total_tokens=256, max_running_requests=4, device="cpu",
                       chunked_prefill_size=16)
-    with overridden(args, checkpoint=lambda _: providers.Object(RandomWeights(MODEL, seed=1)), **files) as container:
+    with overridden(args, **files_of(model, seed=1)) as container:
         requests = [
             Request(request_id=str(n), prompt_token_ids=prompt,
                     sampling=SamplingParams(max_tokens=12, temperature=0.0 if n % 2 else 0.7, seed=n))

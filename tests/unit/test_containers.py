@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from dependency_injector import providers
 
 from app.caches.registry import CacheTypeRegistry
-from app.config.model_config import Component, ModelConfig
+from app.config.model_config import Component
 from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
 from app.core.sampling import SamplingParams
@@ -23,14 +24,14 @@ from app.errors import (
 )
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.models.model_runner import LlamaModelRunner
-from app.models.random_weights import RandomWeights
 from app.observability.kv_events import KvEventRecorder, KvEventReplica
-from app.providers.testing import fake_device_pool, fake_model, overridden
+from app.providers.testing import fake_device_pool, overridden
 from app.runtime.local import new_identity
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
 from app.tpu.kv_pool import MHATokenToKVPool
+from tests.support.tiny_llama import files_of, tiny_llama
 
 ARGS = ServerArgs(page_size=4, max_total_tokens=256, max_running_requests=4)
 PUBLIC_PROVIDERS = (
@@ -38,23 +39,7 @@ PUBLIC_PROVIDERS = (
     *("device_pool", "token_allocator", "req_to_token_pool", "model_runner", "tokenizer", "runtime"),
     *("cache_type", "tree_cache", "scheduler_adapter", "scheduler"),
 )
-TINY_LLAMA = ModelConfig(
-    architecture="llama",
-    vocab_size=257,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    context_length=256,
-)
-TINY_LLAMA_FILES = {
-    "base_model_config": fake_model(TINY_LLAMA)["base_model_config"],
-    "checkpoint": lambda _: providers.Object(RandomWeights(TINY_LLAMA, seed=0)),
-    "tokenizer": fake_model(TINY_LLAMA)["tokenizer"],
-    "detokenizer": fake_model(TINY_LLAMA)["detokenizer"],
-}
+TINY_LLAMA_FILES = files_of(tiny_llama())
 
 
 def answer(container: Container, name: str = "r", tokens: int = 6) -> list[int]:
@@ -322,13 +307,7 @@ def test_a_type_registered_later_serves_later_containers_and_earlier_ones_say_so
     ],
 )
 def test_the_models_components_choose_the_cache(components, expected):
-    config = fake_model_config()
-    model = ModelConfig(
-        **{
-            **{name: getattr(config, name) for name in config.__dataclass_fields__},
-            "components": frozenset(components),
-        }
-    )
+    model = replace(fake_model_config(), components=frozenset(components))
     with overridden(ARGS, fake=True, model=model) as container:
         assert container.cache_type().name == expected
 

@@ -1,0 +1,60 @@
+"""The engine benchmark measures real steps and prints them with their floor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.bench import engine as bench
+from app.config.server_args import ServerArgs
+from app.models.bundled import find_bundled_model
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CONTROL_STEPS", 6)
+    monkeypatch.setattr(bench, "CONTROL_ROUNDS", 2)
+    monkeypatch.setattr(bench, "CONTROL_BATCHES", (1, 3))
+    monkeypatch.setattr(bench, "DECODE_BATCHES", (1,))
+    monkeypatch.setattr(bench, "STEPS", 3)
+
+
+@pytest.mark.usefixtures("short")
+def test_control_time_is_the_sum_of_its_parts():
+    rows = bench._control_times()
+    assert [row["running"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["control_us"] > 0
+        assert row["prepare_us"] > 0
+        assert row["scheduler_us"] > 0
+
+
+def test_a_result_is_printed_with_its_floor_and_ratio():
+    result = {
+        "decode": [{"batch": 4, "step_ms": 30.0, "bare_ms": 20.0, "step_over_bare": 1.5}],
+        "pool_size": {"small_ms": 10.0, "large_ms": 11.0, "large_over_small": 1.1},
+        "prefill": {"tokens_per_second": 512.4},
+        "control": [{"running": 256, "control_us": 240.0, "scheduler_us": 170.0, "tree_us": 0.0, "prepare_us": 70.0}],
+    }
+    text = bench.format_engine_bench(result)
+    for part in (
+        "batch   4",
+        "bare     20.0 ms",
+        "ratio 1.50",
+        "ratio 1.10",
+        "512 tokens/s",
+        "256 running:   240.0 us",
+    ):
+        assert part in text
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.skipif(find_bundled_model() is None, reason="the bundled model package is not installed")
+@pytest.mark.usefixtures("short")
+def test_the_whole_benchmark_runs_on_the_bundled_model():
+    result = bench.run_engine_bench(ServerArgs())
+    assert json.loads(json.dumps(result)) == result
+    assert result["decode"][0]["step_over_bare"] > 0
+    assert bench.format_engine_bench(result)
