@@ -95,23 +95,17 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("words", HELP_LEVELS, ids=" ".join)
-def test_help_of_every_level_is_quick_and_loads_nothing_heavy(words: list[str]) -> None:
+def test_help_of_every_level_loads_nothing_heavy(words: list[str]) -> None:
+    """What makes help quick; how quick, docs/benchmarks.md says."""
     code = (
-        "import sys, time; from app.cli import main; code = main();"
+        "import sys; from app.cli import main; code = main();"
         "heavy = {'jax', 'jaxlib', 'numpy', 'structlog', 'dependency_injector', 'tokenizers'} & set(sys.modules);"
-        "print(code, sorted(heavy), time.process_time(), file=sys.stderr)"
+        "print(code, sorted(heavy), file=sys.stderr)"
     )
-    for _ in range(3):  # the least of three: other processes of the machine cost time, too
-        result = subprocess.run(
-            [sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT
-        )
-        exit_code, heavy, seconds = result.stderr.split()
-        if float(seconds) < 0.5:
-            break
+    result = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT)
 
-    assert (exit_code, heavy) == ("0", "[]")
+    assert result.stderr == "0 []\n"
     assert result.stdout.startswith(" ".join(["usage: tpukv", *words]))
-    assert float(seconds) < 0.5
 
 
 def test_help_shows_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
