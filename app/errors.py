@@ -17,8 +17,6 @@
     |-- IntegrityError                     a check_integrity() found a broken invariant: a bug of ours
     |-- BatchOrderError                    prepared batches executed twice or out of order
     |-- StepFailedError                    the device failed; the pool was lost and made anew
-    |-- StorageError
-    |-- TransferError
     `-- RuntimeClosedError
 
 Errors take fields, not text, say what to do next, and survive pickling as their own class.
@@ -136,16 +134,6 @@ class BatchOrderError(AppError):
 class StepFailedError(AppError):
     def describe(self, *, reason: str, generation: int) -> str:
         return f"the device failed during a step ({reason}); the KV pool was made anew as generation {generation}"
-
-
-class StorageError(AppError):
-    def describe(self, *, operation: str, reason: str) -> str:
-        return f"{operation} failed: {reason}"
-
-
-class TransferError(AppError):
-    def describe(self, *, peer: str, reason: str) -> str:
-        return f"transfer with {peer} failed: {reason}"
 
 
 class RuntimeClosedError(AppError):

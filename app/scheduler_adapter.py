@@ -166,11 +166,6 @@ class SchedulerAdapter:
         """Pages that the request reads, shared ones included."""
         return self._leases[request_id].num_pages
 
-    def num_own_pages(self, request_id: str) -> int:
-        """Pages that releasing the request would free at once."""
-        lease = self._leases[request_id]
-        return lease.num_pages - lease.shared
-
     def reset(self) -> None:
         """The pool is gone: forget every lease and everything cached."""
         self._leases.clear()

@@ -47,7 +47,7 @@ def serve(cache, runtime, prompt: np.ndarray, num_tokens: int) -> tuple[list[int
     own = pages[found.pages.size :]
     cache.token_allocator.free(own[~np.isin(own, kept)])  # duplicates and the partial page
     cache.unlock(receipt)
-    step(lambda plan: plan.release(int(slot[0]), int(generation[0])))
+    step(lambda plan: plan.release(prepared.handle(0)))
     return output, found.num_tokens
 
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from app.core.handles import CacheExtentRef, CacheIdentity
+from app.core.handles import CacheExtentRef, CacheIdentity, Generation, RequestRuntimeHandle
 from app.core.sampling import SamplingParams
+from app.errors import StaleHandleError
 
 NO_TOKEN = -1
 
@@ -110,6 +111,14 @@ class PreparedBatch:
     pages_left: int
     slots_left: int
 
+    def handle(self, admission: int) -> RequestRuntimeHandle:
+        """The row of admissions[admission] of the plan; give it back with `BatchPlanBuilder.release`."""
+        return RequestRuntimeHandle(
+            self.identity.runtime_id,
+            int(self.admitted_slots[admission]),
+            Generation(int(self.admitted_generations[admission])),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCompletion:
@@ -162,8 +171,11 @@ class BatchPlanBuilder:
         """Pages to give back: everything that the allocator has recorded."""
         self._fields["free_pages"] = pages
 
-    def release(self, slot: int, generation: int) -> None:
-        self._releases.append((slot, generation))
+    def release(self, handle: RequestRuntimeHandle) -> None:
+        """The row ends. StaleHandleError for a row of another runtime."""
+        if handle.runtime_id != self.identity.runtime_id:
+            raise StaleHandleError(what="request row", held=tuple(handle), current=tuple(self.identity))
+        self._releases.append((handle.slot_id, handle.generation))
 
     def rewrite(self, rewrite: PageRewrite) -> None:
         self._rewrites.append(rewrite)

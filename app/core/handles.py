@@ -13,7 +13,6 @@ import numpy as np
 from app.errors import StaleHandleError
 
 PageId = NewType("PageId", int)
-RequestId = NewType("RequestId", str)
 Generation = NewType("Generation", int)
 RuntimeId = NewType("RuntimeId", str)
 

@@ -27,6 +27,7 @@ from app.errors import (
     OutOfRequestSlotsError,
     RuntimeClosedError,
     StaleHandleError,
+    StepFailedError,
 )
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta
@@ -262,6 +263,7 @@ class LocalRuntime:
 
     def _lose_pool(self, batch_id: int, reason: str) -> None:
         """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
+        reason = str(StepFailedError(reason=reason, generation=self.identity.generation + 1))
         _log.error("pool_lost", reason=reason, unread_steps=len(self._unread))
         for handle in list(self._unread):
             if handle.batch_id < batch_id:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from app.core.batch import BatchPlan, BatchPlanBuilder, PageRewrite
+from app.core.handles import RequestRuntimeHandle
 from app.scheduler_adapter import Prefix, SchedulerAdapter
 from app.scheduling.request import Sequence, Status
 from app.scheduling.running_table import RunningTable
@@ -47,7 +48,7 @@ class Draft:
 class Outbox:
     """Decided, and to be told to the runtime with the next plan."""
 
-    releases: list[tuple[int, int]] = field(default_factory=list)
+    releases: list[RequestRuntimeHandle] = field(default_factory=list)
     rewrites: list[PageRewrite] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -104,8 +105,8 @@ class Planner:
         table = self._table
         builder = BatchPlanBuilder(self._adapter.identity)
         builder.free(self._adapter.recorded_frees())
-        for slot, generation in self._outbox.releases:
-            builder.release(slot, generation)
+        for handle in self._outbox.releases:
+            builder.release(handle)
         for rewrite in self._outbox.rewrites:
             builder.rewrite(rewrite)
         rows = {

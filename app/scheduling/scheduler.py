@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 
 from app.core.batch import BatchCompletion, PageRewrite, PreparedBatch, StepHandle
+from app.core.handles import Generation, RequestRuntimeHandle
 from app.errors import CapacityError, IntegrityError, RequestError
 from app.runtime.interface import RuntimeInterface
 from app.scheduler_adapter import SchedulerAdapter
@@ -392,6 +393,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Its row goes back with the next plan, and nothing more is told about it."""
         slot = sequence.slot
-        self._outbox.releases.append((slot, sequence.generation))
+        handle = RequestRuntimeHandle(self._identity.runtime_id, slot, Generation(sequence.generation))
+        self._outbox.releases.append(handle)
         self._outbox.rewrites = [rewrite for rewrite in self._outbox.rewrites if rewrite.slot != slot]
         self._table.clear(slot)

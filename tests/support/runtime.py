@@ -60,8 +60,8 @@ class RuntimeRig:
     def release_plan(self, prepared: Any) -> BatchPlan:
         """End every row that `prepared` admitted."""
         builder = self.builder()
-        for slot, generation in zip(prepared.admitted_slots, prepared.admitted_generations, strict=True):
-            builder.release(int(slot), int(generation))
+        for admission in range(prepared.admitted_slots.size):
+            builder.release(prepared.handle(admission))
         return builder.build()
 
     def run(self, plan: BatchPlan) -> tuple[Any, Any]:

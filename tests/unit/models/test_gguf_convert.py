@@ -38,21 +38,6 @@ HEADER_BYTES = 5_600  # of the small file written below
 LENGTHS = [struct.pack("<Q", length) for length in (0, 1 << 40, (1 << 63) - 1, 1 << 63)]
 
 
-@pytest.fixture
-def weights() -> dict[str, np.ndarray]:
-    return hf_weights()
-
-
-@pytest.fixture
-def model(tmp_path: Path, weights: dict[str, np.ndarray]) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", weights)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
 def test_weights_come_back_as_they_were(model: Path, weights: dict[str, np.ndarray], cache: Path) -> None:
     checkpoint = converted(model, cache)
 

@@ -14,24 +14,9 @@ import pytest
 from app.errors import ConfigError
 from app.models.checkpoint import open_checkpoint
 from app.text.tokenizer import load_tokenizer
-from tests.support.tiny_gguf import TOKENS, WIDTH, converted, hf_weights, model_folders, write_gguf
+from tests.support.tiny_gguf import TOKENS, WIDTH, converted, model_folders, write_gguf
 
 PROJECT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def weights() -> dict[str, np.ndarray]:
-    return hf_weights()
-
-
-@pytest.fixture
-def model(tmp_path: Path, weights: dict[str, np.ndarray]) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", weights)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def test_a_second_opening_reads_nothing_of_the_file(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ def test_frees_releases_and_rewrites_of_a_discarded_batch_stay(rig: RuntimeRig) 
     rig.port.free(gone.pages)
     builder = rig.builder()
     builder.rewrite(_rewrite(second, first=0, pages=first.pages[:2]))
-    builder.release(int(gone.admitted_slots[0]), int(gone.admitted_generations[0]))
+    builder.release(gone.handle(0))
 
     rig.runtime.discard_batch(rig.runtime.prepare_batch(builder.build()))
 
@@ -516,3 +516,14 @@ def test_opening_an_open_runtime_changes_nothing(rig: RuntimeRig) -> None:
 
     _, completion = rig.run(rig.decode_plan(held, PROMPT.size))
     assert completion.token_ids.tolist() == cold_tokens(PROMPT, 2)[1:]
+
+
+def test_a_row_of_another_runtime_is_refused_before_it_is_planned(rig) -> None:
+    prepared, _ = rig.run(rig.prompt_plan(PROMPT))
+    foreign = prepared.handle(0)._replace(runtime_id="another")
+
+    with pytest.raises(StaleHandleError, match="another"):
+        rig.builder().release(foreign)
+
+    rig.run(rig.release_plan(prepared))
+    assert rig.rows.num_free == ROWS
