@@ -28,6 +28,7 @@ from app.runtime.local import new_identity
 from app.runtime.row_sampling import RowSampling
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.finish import FinishRule
+from app.scheduling.observer import SchedulerObserver, Unobserved
 from app.scheduling.scheduler import Scheduler
 from app.text.detokenizer import IncrementalDetokenizer
 from app.text.tokenizer import load_tokenizer
@@ -119,8 +120,14 @@ class Container(containers.DeclarativeContainer):
     scheduler_adapter = Once(SchedulerAdapter, tree_cache)
     scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
     finish_rule = Once(FinishRule, eos_token_ids=tokenizer.provided.eos_token_ids, detokenizer=detokenizer)
+    observer: providers.Provider[SchedulerObserver] = Once(Unobserved)
     scheduler = Once(
-        Scheduler, adapter=scheduler_adapter, runtime=runtime, finish_rule=finish_rule, limits=scheduler_limits
+        Scheduler,
+        adapter=scheduler_adapter,
+        runtime=runtime,
+        finish_rule=finish_rule,
+        limits=scheduler_limits,
+        observer=observer,
     )
 
 

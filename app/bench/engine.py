@@ -25,6 +25,7 @@ from app.core.sampling import SamplingParams
 from app.models.sampler import SamplingVariant, greedy_rows, sample
 from app.providers.testing import overridden
 from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.observer import Unobserved
 from app.scheduling.request import Request
 from app.scheduling.scheduler import Scheduler
 from app.tpu.cpu_fake import fake_model_config
@@ -178,6 +179,7 @@ def _control_time(running: int) -> dict[str, Any]:
             runtime=runtime,
             finish_rule=container.finish_rule(),
             limits=container.scheduler_limits(),
+            observer=Unobserved(),
         )
         _fill(scheduler, container, running, outputs=outputs, context=16)
         while scheduler.num_waiting:

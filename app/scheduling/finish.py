@@ -1,11 +1,11 @@
-"""When a request ends by its tokens, and the reply it gets."""
+"""When a request ends by its tokens, and what it is told: deltas while it runs, the reply at its end."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from app.core.ports import Detokenizer
-from app.scheduling.request import FinishReason, RequestOutput, Sequence
+from app.scheduling.request import FinishReason, RequestDelta, RequestOutput, Sequence
 from app.scheduling.watched_text import WatchedText
 from app.text.stop_strings import StopChecker
 
@@ -31,9 +31,21 @@ class FinishRule:
         due = len(sequence.output) >= params.min_tokens
         if due and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)):
             return "stop"  # before its text is looked at: it has none
-        if params.stop and self._stop_string_found(sequence, token, due):
+        if (params.stop or sequence.request.streams) and self._stop_string_found(sequence, token, due):
             return "stop"
         return None
+
+    def delta(self, sequence: Sequence) -> RequestDelta:
+        """What a streamed sequence gained since the last call. After `reason`, or after `output` for the rest."""
+        sent, sequence.sent = sequence.sent, len(sequence.output)
+        wants_logprobs = sequence.sampling.logprobs is not None
+        return RequestDelta(
+            request_id=sequence.request_id,
+            text="" if sequence.text is None else sequence.text.take(),
+            token_ids=sequence.output[sent:],
+            logprobs=sequence.logprobs[sent:] if wants_logprobs else None,
+            top_logprobs=sequence.top_logprobs[sent:] if wants_logprobs else None,
+        )
 
     def output(self, sequence: Sequence, reason: FinishReason, error: str | None) -> RequestOutput:
         wants_logprobs = sequence.sampling.logprobs is not None

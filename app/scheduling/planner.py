@@ -93,8 +93,8 @@ class Planner:
         for sequence, _ in draft.admitted:
             self._adapter.release(sequence.request_id)
 
-    def retract_youngest(self) -> bool:
-        """Make the youngest running sequence give way, unless it is the only one. -> whether one did."""
+    def retract_last(self) -> bool:
+        """Make the running sequence of last rank give way, unless it is the only one. -> whether one did."""
         running = self._table.running()
         if len(running) < 2:
             return False
@@ -123,13 +123,13 @@ class Planner:
         return builder.build()
 
     def _draft_decodes(self) -> Draft:
-        """All rows that can decode; when the pool is too full for that, the youngest give way."""
+        """All rows that can decode; when the pool is too full for that, the last in rank give way."""
         while True:
             slots = self._table.ready_slots()
             pages = self._table.decode_pages_needed(slots)
             if self._adapter.make_room(pages):
                 return Draft(decode_slots=slots, pages=pages, budget=self._chunk_tokens)
-            if not self.retract_youngest():
+            if not self.retract_last():
                 self._end_for_capacity(self._table.running()[0])
 
     def _continue_prefills(self, draft: Draft, unfinished: list[Sequence]) -> None:
@@ -139,14 +139,14 @@ class Planner:
             self._add_chunk(draft, sequence, self._table.num_pages[sequence.slot])
 
     def _unblock_prefills(self, draft: Draft, unfinished: list[Sequence]) -> None:
-        """Nothing could run because half-done prompts hold all the pages: the youngest give way to the oldest.
+        """Nothing could run because half-done prompts hold all the pages: the last in rank give way to the first.
 
         A row that only waits for its last token is about to give its pages back: then this round runs nothing.
         """
         if len(unfinished) < self._table.num_running:
             return
         while not draft.chunks:
-            if not self.retract_youngest():
+            if not self.retract_last():
                 self._end_for_capacity(unfinished[0])
                 return
             self._add_chunk(draft, unfinished[0], self._table.num_pages[unfinished[0].slot])

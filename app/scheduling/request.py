@@ -19,12 +19,18 @@ FinishReason = Literal["stop", "length", "abort", "capacity", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asks. `prompt_token_ids`: (num_tokens,) int32, at least one."""
+    """What a client asks. `prompt_token_ids`: (num_tokens,) int32, at least one.
+
+    priority: a lower one is admitted earlier and gives way later; equals are served in the scheduler's order.
+    streams: whether its tokens are told as they come (`SchedulerObserver.streamed`), besides the terminal reply.
+    """
 
     request_id: str
     prompt_token_ids: np.ndarray
     sampling: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace = DEFAULT_NAMESPACE
+    priority: int = 0
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,33 @@ class RequestOutput:
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelta:
+    """What a streamed request gained since its last delta. Joined, the texts are the text of the terminal reply.
+
+    text: final characters; less than the tokens' when some are held back for half a character or a stop string.
+    logprobs, top_logprobs: as in RequestOutput, of these tokens.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestProgress:
+    """How far a request is that has not ended. cached_tokens: None before its first admission."""
+
+    request_id: str
+    status: str  # a value of Status
+    prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int
+    age_s: float
 
 
 class Status(enum.Enum):
@@ -83,6 +116,7 @@ class Sequence:
         "prompt",
         "request",
         "sampling",
+        "sent",
         "slot",
         "status",
         "text",
@@ -110,11 +144,17 @@ class Sequence:
         self.capacity_error: str | None = None
         self.dedup_waits = 0
         self.unpublished = False  # has a row, and part of its prompt is not in the cache yet but will be
-        self.text: WatchedText | None = None  # only with stop strings
+        self.text: WatchedText | None = None  # only with stop strings, or when streamed
+        self.sent = 0  # output tokens told in deltas
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whoever has the lower one comes first, and gives way last."""
+        return self.request.priority, self.arrival
 
     @property
     def known(self) -> int:
@@ -124,7 +164,7 @@ class Sequence:
     def needs_attention(self) -> bool:
         """Whether each of its tokens must be looked at, beyond the ends that the running table knows."""
         params = self.sampling
-        return bool(params.stop or params.stop_token_ids or params.logprobs is not None)
+        return bool(params.stop or params.stop_token_ids or params.logprobs is not None or self.request.streams)
 
     def tokens(self) -> np.ndarray:
         """(known,) int32."""

@@ -114,13 +114,13 @@ class RunningTable:
         return bool(self.total[slot] > self.known[slot])
 
     def prefilling(self) -> list[Sequence]:
-        """Those with known tokens still to compute, oldest first. Costs nothing a row when there are none."""
+        """Those with known tokens still to compute, first come first. Costs nothing a row when there are none."""
         slots = np.flatnonzero((self.generation != NOBODY) & ~self.decoding).tolist()
-        return sorted((self.seated(slot) for slot in slots), key=lambda seq: seq.arrival)
+        return sorted((self.seated(slot) for slot in slots), key=lambda seq: seq.rank)
 
     def running(self) -> list[Sequence]:
-        """Oldest first."""
-        return sorted((seq for seq in self.sequences if seq is not None), key=lambda seq: seq.arrival)
+        """In order of rank: who came first first, within a priority."""
+        return sorted((seq for seq in self.sequences if seq is not None), key=lambda seq: seq.rank)
 
     @property
     def num_running(self) -> int:

@@ -9,40 +9,32 @@ Rules that make this safe:
       then travels with the next plan, behind every step already dispatched.
   (c) A sequence retracted in flight keeps the token that is owed to it and is not admitted before that is read. An
       aborted one is dropped. Nothing follows a terminal reply.
-  (d) If prepare refuses a plan, the youngest running sequence gives way and the step is planned again, once.
+  (d) If prepare refuses a plan, the running sequence of last rank gives way and the step is planned again, once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 
 import numpy as np
 import structlog
 
-from app.core.batch import BatchCompletion, PageRewrite, PreparedBatch, StepHandle
+from app.core.batch import PreparedBatch
 from app.core.handles import Generation, RequestRuntimeHandle
 from app.errors import CapacityError, IntegrityError, RequestError
 from app.runtime.interface import RuntimeInterface
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.finish import FinishRule
 from app.scheduling.limits import SchedulerLimits
-from app.scheduling.planner import Chunk, Draft, Outbox, Planner
-from app.scheduling.request import FinishReason, Request, RequestOutput, Sequence, Status
+from app.scheduling.observer import SchedulerObserver, StepTimes
+from app.scheduling.planner import Draft, Outbox, Planner
+from app.scheduling.request import FinishReason, Request, RequestOutput, RequestProgress, Sequence, Status
 from app.scheduling.running_table import RunningTable
+from app.scheduling.settling import InFlight, Settlement
 from app.scheduling.waiting import WaitingQueue
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    """A dispatched step and whom its rows belong to. Rows: decode rows, then chunks."""
-
-    handle: StepHandle
-    decode_slots: np.ndarray
-    decode_generations: np.ndarray
-    chunks: list[Chunk]
-    chunk_places: list[tuple[int, int]]  # (slot, generation) of each chunk's row
 
 
 class Scheduler:
@@ -55,11 +47,13 @@ class Scheduler:
         runtime: RuntimeInterface,
         finish_rule: FinishRule,
         limits: SchedulerLimits,
+        observer: SchedulerObserver,
     ) -> None:
         self._adapter = adapter
         self._runtime = runtime
         self._finish_rule = finish_rule
         self._limits = limits
+        self._observer = observer
         self._table = RunningTable(limits.max_running_requests, adapter.page_size)
         self._waiting = WaitingQueue(limits.schedule_policy, adapter)
         self._outbox = Outbox()
@@ -72,13 +66,22 @@ class Scheduler:
             retract=self._retract,
             end_for_capacity=self._end_for_capacity,
         )
+        self._settlement = Settlement(
+            adapter=adapter,
+            table=self._table,
+            outbox=self._outbox,
+            finish_rule=finish_rule,
+            limits=limits,
+            observer=observer,
+            end=self._end,
+        )
         self._sequences: dict[str, Sequence] = {}
-        self._owed: dict[tuple[int, int], Sequence] = {}  # retracted in flight, by the row they had
-        self._in_flight: list[_InFlight] = []  # oldest first, at most two
+        self._in_flight: list[InFlight] = []  # oldest first, at most two
         self._slots_left = limits.max_running_requests
         self._identity = adapter.identity
         self._arrivals = 0
         self._outputs: list[RequestOutput] = []
+        self._times = StepTimes()
         self.num_retractions = 0
 
     def add(self, request: Request) -> None:
@@ -109,6 +112,8 @@ class Scheduler:
 
     def step(self) -> list[RequestOutput]:
         """Dispatch the next step, then take in the one before. -> the requests that ended, in order of ending."""
+        began = time.perf_counter_ns()
+        self._times = times = StepTimes()
         self._notice_new_pool()
         launched = self._launch()
         self._notice_new_pool()
@@ -117,6 +122,8 @@ class Scheduler:
             self._settle_oldest()
         if self._limits.check_invariants:
             self.check_integrity()
+        times.schedule = time.perf_counter_ns() - began - times.prepare - times.execute
+        self._observer.stepped(times)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -133,6 +140,21 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def progress(self) -> list[RequestProgress]:
+        """How far every request is that has not ended, in order of arrival. O(requests)."""
+        now = time.monotonic_ns()
+        return [
+            RequestProgress(
+                request_id=seq.request_id,
+                status=seq.status.value,
+                prompt_tokens=seq.prompt.size,
+                cached_tokens=seq.cached_tokens,
+                output_tokens=self._known(seq) - seq.prompt.size,
+                age_s=(now - seq.arrival_ns) / 1e9,
+            )
+            for seq in self._sequences.values()
+        ]
+
     def ledger(self) -> dict[str, int]:
         """Pages by class; the classes add up to the pool. For checks and reports: O(pages)."""
         return {name: int(pages.size) for name, pages in self._adapter.ledger().items()}
@@ -145,9 +167,13 @@ class Scheduler:
         waiting = {seq.request_id for seq in self._waiting}
         owed = sum(seq.owed for seq in self._waiting)
         rows = self._limits.max_running_requests - self._slots_left
+        num_owed = self._settlement.num_owed
         for broken, name in (
             (running & waiting or running | waiting != self._sequences.keys(), "a request runs and waits, or neither"),
-            (owed != len(self._owed) or (owed and not self._in_flight), "a token is owed that no step delivers"),
+            (
+                owed != self._settlement.num_owed or (owed and not self._in_flight),
+                "a token is owed that no step delivers",
+            ),
             (rows != len(running) + len(self._outbox.releases), "a row is neither running nor about to be released"),
         ):
             if broken:
@@ -169,8 +195,11 @@ class Scheduler:
             draft, prepared = again
         places = self._commit(draft, prepared)
         slots = draft.decode_slots
-        step = _InFlight(
-            handle=self._runtime.execute_batch(prepared),
+        began = time.perf_counter_ns()
+        handle = self._runtime.execute_batch(prepared)
+        self._times.execute += time.perf_counter_ns() - began
+        step = InFlight(
+            handle=handle,
             decode_slots=slots,
             decode_generations=self._table.generation[slots],
             chunks=draft.chunks,
@@ -186,16 +215,20 @@ class Scheduler:
 
     def _prepare(self, draft: Draft) -> PreparedBatch:
         """All or nothing on this side too: a plan that is refused leaves no lease behind."""
+        plan = self._planner.build(draft)
+        began = time.perf_counter_ns()
         try:
-            return self._runtime.prepare_batch(self._planner.build(draft))
+            return self._runtime.prepare_batch(plan)
         except Exception:
             self._planner.undo(draft)
             raise
+        finally:
+            self._times.prepare += time.perf_counter_ns() - began
 
     def _plan_again(self, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
         """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
         _log.warning("plan_refused", reason=str(refusal), running=self.num_running, waiting=self.num_waiting)
-        retracted = self._planner.retract_youngest()
+        retracted = self._planner.retract_last()
         draft = self._planner.draft(0 if retracted else self._slots_available())  # it must not come back at once
         if not draft.has_rows:
             return None
@@ -221,6 +254,7 @@ class Scheduler:
             sequence.unpublished = True
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = prefix.num_tokens
+                self._observer.admitted(sequence)
             self._table.seat(sequence, prefix.num_tokens // self._adapter.page_size, self._limits.end_of(sequence))
         self._take_pages(draft, prepared)
         self._table.advance(draft.decode_slots)
@@ -248,75 +282,14 @@ class Scheduler:
 
     def _settle_oldest(self) -> None:
         step = self._in_flight[0]
+        began = time.perf_counter_ns()
         completion = step.handle.wait()
+        self._times.execute += time.perf_counter_ns() - began
         self._in_flight.pop(0)  # not before: the wait may be interrupted, and is then repeated
         if completion.failure is None:
-            self._settle(step, completion)
+            self._settlement.settle(step, completion)
         else:
             self._lose_pool(completion.failure)
-
-    def _settle(self, step: _InFlight, completion: BatchCompletion) -> None:
-        if step.decode_slots.size:
-            self._settle_decodes(step, completion)
-        for index, chunk in enumerate(step.chunks):
-            self._settle_chunk(chunk, step.chunk_places[index], step.decode_slots.size + index, completion)
-
-    def _settle_decodes(self, step: _InFlight, completion: BatchCompletion) -> None:
-        table, slots = self._table, step.decode_slots
-        tokens = completion.token_ids[: slots.size]
-        alive = table.generation[slots] == step.decode_generations
-        rows = np.flatnonzero(alive)
-        if rows.size < slots.size:
-            slots, tokens = slots[rows], tokens[rows]
-        due = table.take_tokens(slots, tokens) | self._finish_rule.may_end(tokens)
-        for index in np.flatnonzero(due).tolist():
-            self._after_token(table.up_to_date(int(slots[index])), int(rows[index]), completion)
-        for row in np.flatnonzero(~alive).tolist():
-            place = int(step.decode_slots[row]), int(step.decode_generations[row])
-            self._pay_owed(place, row, completion)
-
-    def _settle_chunk(self, chunk: Chunk, place: tuple[int, int], row: int, completion: BatchCompletion) -> None:
-        slot, generation = place
-        sequence = chunk.sequence
-        if self._table.generation[slot] != generation:
-            if chunk.samples:
-                self._pay_owed(place, row, completion)
-            return
-        rewrite = self._adapter.publish(sequence.request_id, sequence.settled_key(chunk.start + chunk.length))
-        if rewrite is not None:
-            self._outbox.rewrites.append(
-                PageRewrite(
-                    slot=slot, generation=generation, first_page_index=rewrite.first_page_index, pages=rewrite.pages
-                )
-            )
-        if chunk.samples:
-            sequence.unpublished = False
-            sequence.output.append(int(completion.token_ids[row]))
-            self._table.take_first_token(slot)
-            self._after_token(sequence, row, completion)
-
-    def _pay_owed(self, place: tuple[int, int], row: int, completion: BatchCompletion) -> None:
-        """A row that is nobody's any more: its sequence was retracted and gets its token, or ended and gets nothing."""
-        sequence = self._owed.pop(place, None)
-        if sequence is None:
-            return
-        sequence.owed = False
-        sequence.output.append(int(completion.token_ids[row]))
-        sequence.rekey()
-        self._after_token(sequence, row, completion)
-
-    def _after_token(self, sequence: Sequence, row: int, completion: BatchCompletion) -> None:
-        """The sequence has one more token: the last of its output."""
-        sequence.note_first_token()
-        if sequence.sampling.logprobs is not None:
-            sequence.add_logprobs(row, completion)
-        reason = self._finish_rule.reason(sequence)
-        if reason is not None:
-            self._end(sequence, reason)
-        elif sequence.known >= self._limits.end_of(sequence):
-            self._end(sequence, "length")
-        elif sequence.capacity_error is not None:
-            self._end(sequence, "capacity", sequence.capacity_error)
 
     def _lose_pool(self, reason: str) -> None:
         """The pool is gone: what ran is over, what waits is served from the new one.
@@ -328,13 +301,11 @@ class Scheduler:
         for step in self._in_flight:
             completion = step.handle.wait()
             if completion.failure is None:
-                self._settle(step, completion)
+                self._settlement.settle(step, completion)
             else:
                 reason = completion.failure
         self._in_flight.clear()
-        for sequence in self._owed.values():
-            sequence.owed = False
-        self._owed.clear()
+        self._settlement.forgive_all()
         running = self._table.running()
         _log.error("requests_failed", reason=reason, failed=len(running), waiting=self.num_waiting)
         for sequence in running:
@@ -348,8 +319,7 @@ class Scheduler:
         """Back to the queue with the tokens it has; its pages are freed and computed again later. Rule (c)."""
         self._table.up_to_date(sequence.slot)
         if self._table.in_flight(sequence.slot):
-            sequence.owed = True
-            self._owed[sequence.slot, sequence.generation] = sequence
+            self._settlement.owe(sequence)
         self._adapter.release(sequence.request_id)
         self._vacate(sequence)
         sequence.status = Status.WAITING
@@ -377,7 +347,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way to a terminal reply. Settled tokens are published when the request ended by itself."""
         if sequence.status is Status.WAITING:
-            self._owed.pop((sequence.slot, sequence.generation), None)
+            self._settlement.forgive(sequence)
             self._waiting.remove(sequence)
         else:
             self._table.up_to_date(sequence.slot)
@@ -388,7 +358,14 @@ class Scheduler:
             self._vacate(sequence)
         sequence.status = Status.ENDED
         del self._sequences[sequence.request_id]
-        self._outputs.append(self._finish_rule.output(sequence, reason, error))
+        output = self._finish_rule.output(sequence, reason, error)
+        if sequence.request.streams:
+            self._observer.streamed(self._finish_rule.delta(sequence))
+        self._outputs.append(output)
+
+    def _known(self, sequence: Sequence) -> int:
+        """Tokens of it that were read, handed on to it or not."""
+        return sequence.known if sequence.status is Status.WAITING else int(self._table.known[sequence.slot])
 
     def _vacate(self, sequence: Sequence) -> None:
         """Its row goes back with the next plan, and nothing more is told about it."""

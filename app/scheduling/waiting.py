@@ -1,4 +1,7 @@
-"""The queue of requests that have no row, the order in which they get one, and who waits for another's prefix."""
+"""The queue of requests that have no row, the order in which they get one, and who waits for another's prefix.
+
+The order is by priority, and within a priority by the policy.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ class WaitingQueue:
     def __init__(self, policy: SchedulePolicy, adapter: SchedulerAdapter) -> None:
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
         self._latest = -1  # the highest arrival that was ever added
+        self._num_prioritised = 0  # those with another priority than 0
         self._adapter = adapter
         orders: dict[SchedulePolicy, Callable[[], Iterable[Sequence]]] = {
             "fcfs": self._by_arrival,
@@ -31,17 +35,20 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """O(1) for a new request; O(queue) for one that comes back."""
         self._sequences[sequence.request_id] = sequence
+        self._num_prioritised += sequence.request.priority != 0
         if sequence.arrival < self._latest:
             self._sequences = dict(sorted(self._sequences.items(), key=lambda item: item[1].arrival))
         self._latest = max(self._latest, sequence.arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Idempotent."""
-        self._sequences.pop(sequence.request_id, None)
+        removed = self._sequences.pop(sequence.request_id, None)
+        self._num_prioritised -= removed is not None and removed.request.priority != 0
 
     def in_order(self) -> Iterable[Sequence]:
         """Those that may be admitted now, first to be admitted first. The queue must not change meanwhile."""
-        return self._order()
+        order = self._order()
+        return sorted(order, key=_priority) if self._num_prioritised else order
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -57,6 +64,10 @@ class WaitingQueue:
             return self._by_arrival()
         cached = [(-self._adapter.probe(seq.key), seq.arrival, seq) for seq in self._by_arrival()]
         return [seq for _, _, seq in sorted(cached, key=lambda each: each[:2])]
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
 class InBatchDedup:

@@ -1,4 +1,4 @@
-"""The text of a sequence that has stop strings, as far as it may be shown."""
+"""The text of a sequence that is streamed or has stop strings, as far as it may be shown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ class WatchedText:
         self._stream = stream
         self._checker = checker
         self._parts: list[str] = []
+        self._told = 0  # parts that `take` has returned
         self._stopped = False
 
     def push(self, token: int, search: bool) -> bool:
         """Take one token. -> whether a stop string was found; only text that comes while `search` is looked at."""
         return self._take(self._stream.push([token]), search)
+
+    def take(self) -> str:
+        """What has become final since the last call."""
+        told, self._told = self._told, len(self._parts)
+        return "".join(self._parts[told:])
 
     def finish(self) -> str:
         """All of the text. Call once: it flushes half a character and half a stop string that never was one."""

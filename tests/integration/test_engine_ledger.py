@@ -307,10 +307,10 @@ def test_integrity_misses_no_row_and_no_token(engine: OpenEngine) -> None:
         scheduler.check_integrity()
     scheduler._slots_left += 1
 
-    scheduler._owed[0, 0] = scheduler._sequences["r0"]
+    scheduler._settlement._owed[0, 0] = scheduler._sequences["r0"]
     with pytest.raises(IntegrityError, match="owed"):
         scheduler.check_integrity()
-    scheduler._owed.clear()
+    scheduler._settlement._owed.clear()
 
 
 def test_a_step_that_breaks_an_invariant_says_so_at_once(engine: OpenEngine) -> None:

@@ -245,7 +245,7 @@ def test_a_retracted_request_may_be_aborted_while_it_is_owed_a_token(engine: Ope
 
     spy.refusals.append(OutOfPagesError(need=1, free=0))
     planner = opened.scheduler._planner
-    retract = planner.retract_youngest
+    retract = planner.retract_last
 
     def retract_then_abort() -> bool:
         done = retract()
@@ -253,11 +253,11 @@ def test_a_retracted_request_may_be_aborted_while_it_is_owed_a_token(engine: Ope
         opened.scheduler.abort("young")
         return done
 
-    planner.retract_youngest = retract_then_abort
+    planner.retract_last = retract_then_abort
     opened.step()
 
     assert opened.outputs["young"].finish_reason == "abort"
-    planner.retract_youngest = retract
+    planner.retract_last = retract
     opened.drain()
     opened.check_replies()
 
