@@ -55,6 +55,7 @@ class SchedulerAdapter:
         self._allocator = tree_cache.token_allocator
         self._page_size = tree_cache.page_size
         self._leases: dict[str, _Lease] = {}
+        self.num_evicted_pages = 0  # to make room, ever
 
     @property
     def identity(self) -> CacheIdentity:
@@ -155,7 +156,7 @@ class SchedulerAdapter:
             return True
         if shortfall > self._cache.evictable_pages:
             return False
-        self._cache.evict(shortfall)
+        self.num_evicted_pages += self._cache.evict(shortfall)
         return True
 
     def recorded_frees(self) -> np.ndarray:
