@@ -171,7 +171,7 @@ class Scheduler:
         for broken, name in (
             (running & waiting or running | waiting != self._sequences.keys(), "a request runs and waits, or neither"),
             (
-                owed != self._settlement.num_owed or (owed and not self._in_flight),
+                owed != num_owed or (owed and not self._in_flight),
                 "a token is owed that no step delivers",
             ),
             (rows != len(running) + len(self._outbox.releases), "a row is neither running nor about to be released"),
