@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from app.commands import bench, demo, doctor, generate
+from app.commands import bench, demo, doctor, generate, serve
 from app.commands.arguments import Flag, UsageError, did_you_mean, flags_of, from_environment, parse
 from app.config.server_args import ServerArgs
 from app.errors import AppError, BatchOrderError, IntegrityError, OwnershipError
@@ -37,6 +37,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command(("serve",), "serve the model as OpenAI's API", serve.ServeArgs, serve.run, lambda args: args.server),
     Command(("generate",), "answer prompts", generate.GenerateArgs, generate.run, lambda args: args.server),
     Command(("demo",), "serve a few prompts that share a prefix", demo.DemoArgs, demo.run, lambda args: args.server),
     Command(

@@ -106,6 +106,7 @@ class Container(containers.DeclarativeContainer):
 
     # The control side
     events: providers.Provider[object] = providers.Object(None)
+    eviction_observer: providers.Provider[object] = providers.Object(None)
     cache_deps = Once(
         CacheDeps,
         token_allocator=token_allocator.provided.port,
@@ -115,6 +116,7 @@ class Container(containers.DeclarativeContainer):
         tp_size=tp_size,
         eviction_policy=server_args.provided.eviction_policy,
         events=events,
+        eviction_observer=eviction_observer,
     )
     tree_cache: providers.Selector[BasePrefixCache] = providers.Selector(cache_type.provided.name)
     scheduler_adapter = Once(SchedulerAdapter, tree_cache)

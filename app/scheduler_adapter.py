@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.caches.base import BasePrefixCache, LockReceipt
+from app.caches.inspection import Miss, TopPrefixes
 from app.core.handles import CacheExtentRef, CacheIdentity
 from app.core.keys import RadixKey
 from app.errors import IntegrityError
@@ -34,6 +35,15 @@ class Republished(NamedTuple):
 
     first_page_index: int
     pages: np.ndarray  # (n,) int32
+
+
+class PageCounts(NamedTuple):
+    """How many pages of the pool are in which hands. They add up to its capacity."""
+
+    free: int
+    cached_unlocked: int
+    cached_locked: int
+    held_by_requests: int
 
 
 @dataclass(slots=True)
@@ -85,6 +95,20 @@ class SchedulerAdapter:
     def probe(self, key: RadixKey) -> int:
         """Tokens of `key` that are cached now. Changes nothing."""
         return self._cache.probe(key)
+
+    def explain_miss(self, key: RadixKey, num_matched: int) -> Miss:
+        """Why no more than `num_matched` tokens of `key` were cached. Ask right after `admit`. Changes nothing."""
+        return self._cache.explain_miss(key, num_matched)
+
+    def top_prefixes(self, limit: int) -> TopPrefixes:
+        """The cached prefixes that saved most tokens. Changes nothing."""
+        return self._cache.top_prefixes(limit)
+
+    def page_counts(self) -> PageCounts:
+        """O(1), from counters; `ledger` is the same by counting pages."""
+        free = self._allocator.available()
+        unlocked, locked = self._cache.evictable_pages, self._cache.protected_pages
+        return PageCounts(free, unlocked, locked, self.capacity - free - unlocked - locked)
 
     def admit(self, request_id: str, key: RadixKey) -> Prefix:
         """Match and lock `key`'s cached prefix; the request starts with it."""

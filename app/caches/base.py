@@ -13,6 +13,7 @@ are duplicates: the caller frees them through `token_allocator.free` and reads t
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from app.caches.inspection import Miss, TopPrefixes, miss_by_length
 from app.core.keys import RadixKey
 from app.core.ports import DevicePool, TokenAllocator
 
@@ -67,9 +69,27 @@ class EventSink(Protocol):
     def cleared(self) -> None: ...
 
 
+EVICTED_HEAD_TOKENS = 24
+
+
+class EvictionObserver(Protocol):
+    """Told of each node that an eviction drops, before it is cut off, on the cache's own thread: it must be quick."""
+
+    def evicted(self, *, num_tokens: int, prefix_tokens: int, idle_s: float, hits: int, head: bytes) -> None:
+        """num_tokens: of the node, whole pages; prefix_tokens: of everything before it, which stays.
+
+        idle_s: seconds since it was used. hits: matches that covered it. head: its first tokens, at most
+        EVICTED_HEAD_TOKENS, int32 in native order.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheDeps:
-    """All that a cache's constructor gets. Nothing else reaches it, and nothing is set on it afterwards."""
+    """All that a cache's constructor gets. Nothing else reaches it, and nothing is set on it afterwards.
+
+    clock: seconds that never go back.
+    """
 
     token_allocator: TokenAllocator
     device_pool: DevicePool
@@ -78,6 +98,8 @@ class CacheDeps:
     tp_size: int = 1
     eviction_policy: str = "lru"
     events: EventSink | None = None
+    eviction_observer: EvictionObserver | None = None
+    clock: Callable[[], float] = time.monotonic
     host_tier: Callable[[], Any] | None = None
 
 
@@ -145,6 +167,26 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """(evictable, protected) page ids, int32, for the ledger. O(pages); for checks, not for serving."""
+
+    def top_prefixes(self, limit: int) -> TopPrefixes:
+        """The at most `limit` prefixes that saved most tokens. Reads only. Bounded, however large the cache is.
+
+        None from a cache that keeps nothing, or does not tell.
+        """
+        return TopPrefixes((), 0, 0)
+
+    def explain_miss(self, key: RadixKey, num_matched: int) -> Miss:
+        """Why `match` returned no more than `num_matched` tokens for this key. Reads only. O(len(key)).
+
+        Ask right after the match: the answer is about what is cached now.
+        """
+        told = miss_by_length(key, num_matched, self.page_size) if self.reuses_prefixes else None
+        return told or Miss(
+            reason="untold" if self.reuses_prefixes else "no_reuse",
+            prompt_tokens=key.num_tokens,
+            num_matched=num_matched,
+            page_size=self.page_size,
+        )
 
     @abstractmethod
     def reset(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from app.caches.base import BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
+from app.caches.inspection import Miss, TopPrefixes
 from app.caches.registry import register_kv_cache
+from app.caches.tree import inspection
 from app.caches.tree.core import TreeCore
 from app.caches.tree.integrity import check_tree
 from app.caches.tree.lru import make_eviction_order
@@ -28,7 +30,9 @@ class RadixCache(BasePrefixCache):
             capacity=deps.token_allocator.capacity,
             page_size=deps.page_size,
             order=make_eviction_order(deps.eviction_policy),
+            clock=deps.clock,
             events=deps.events,
+            observer=deps.eviction_observer,
         )
 
     @property
@@ -72,6 +76,12 @@ class RadixCache(BasePrefixCache):
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
         return self._tree().page_ids()
+
+    def top_prefixes(self, limit: int) -> TopPrefixes:
+        return inspection.top_prefixes(self._tree(), limit)
+
+    def explain_miss(self, key: RadixKey, num_matched: int) -> Miss:
+        return inspection.explain_miss(self._tree(), key, num_matched)
 
     def reset(self) -> None:
         self._identity = self.token_allocator.identity

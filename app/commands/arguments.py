@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from app.config.http_args import HttpArgs
 from app.config.server_args import ServerArgs, flag_of
 from app.errors import AppError
 
 Arguments = TypeVar("Arguments")
+
+_FROM_ENVIRONMENT = (ServerArgs, HttpArgs)
 
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
@@ -89,7 +92,7 @@ def parse(arguments: type[Arguments], prog: str, tokens: Sequence[str], environ:
 
 
 def flags_of(arguments: type) -> list[Flag]:
-    """Every flag of a command, in the order of its help. Only the engine's settings have environment variables."""
+    """Every flag of a command, in the order of its help. Engine and server settings have environment variables."""
     hints = typing.get_type_hints(arguments)
     flags = []
     for field in dataclasses.fields(arguments):
@@ -98,7 +101,7 @@ def flags_of(arguments: type) -> list[Flag]:
             flags += flags_of(typing.cast(type, hint))
             continue
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        variable = f"TPUKV_{field.name.upper()}" if arguments is ServerArgs else None
+        variable = f"TPUKV_{field.name.upper()}" if arguments in _FROM_ENVIRONMENT else None
         flags.append(Flag(field.name, _without_none(hint), needed, variable))
     return flags
 

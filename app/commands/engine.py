@@ -101,10 +101,15 @@ def open_engine(server_args: ServerArgs) -> Iterator[Engine]:
 
 def _make_ready(container: Container) -> None:
     """Load the model; say what may surprise."""
+    container.scheduler()
+    announce_settings(container)
+
+
+def announce_settings(container: Container) -> None:
+    """Log what may surprise in the settings."""
     import structlog
 
     args, cache = container.server_args(), container.cache_type()
-    container.scheduler()
     pool_tokens = container.pool_size() * args.page_size
     for note in advice(args, container.base_model_config(), cache.name, pool_tokens):
         structlog.get_logger(__name__).warning("setting_noted", note=note)

@@ -94,6 +94,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, perhaps half a character; b"" for an id without a token."""
+        ...
+
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str: ...
 
 

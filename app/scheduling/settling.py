@@ -51,6 +51,7 @@ class Settlement:
         self._observer = observer
         self._end = end
         self._owed: dict[tuple[int, int], Sequence] = {}  # retracted in flight, by the row they had
+        self.num_tokens = 0  # output tokens taken in, ever
 
     @property
     def num_owed(self) -> int:
@@ -84,6 +85,7 @@ class Settlement:
         rows = np.flatnonzero(alive)
         if rows.size < slots.size:
             slots, tokens = slots[rows], tokens[rows]
+        self.num_tokens += int(slots.size)
         due = table.take_tokens(slots, tokens) | self._finish_rule.may_end(tokens)
         for index in np.flatnonzero(due).tolist():
             self._after_token(table.up_to_date(int(slots[index])), int(rows[index]), completion)
@@ -107,6 +109,7 @@ class Settlement:
             )
         if chunk.samples:
             sequence.unpublished = False
+            self.num_tokens += 1
             sequence.output.append(int(completion.token_ids[row]))
             self._table.take_first_token(slot)
             self._after_token(sequence, row, completion)
@@ -117,6 +120,7 @@ class Settlement:
         if sequence is None:
             return
         sequence.owed = False
+        self.num_tokens += 1
         sequence.output.append(int(completion.token_ids[row]))
         sequence.rekey()
         self._after_token(sequence, row, completion)

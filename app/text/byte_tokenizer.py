@@ -33,6 +33,9 @@ class ByteTokenizer:
         stream = ByteStream()
         return stream.push(token_ids.tolist()) + stream.flush()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < END_OF_SEQUENCE else b""
+
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return turns + "assistant: " if add_generation_prompt else turns

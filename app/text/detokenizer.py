@@ -14,20 +14,15 @@ Either way the work per token is constant, whatever the length of the answer.
 from __future__ import annotations
 
 import codecs
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from app.core.ports import DetokenizerStream
 from app.errors import ConfigError
+from app.text.token_bytes import BYTE_TOKEN, byte_alphabet, decoder_steps, spelt_bytes
 from app.text.tokenizer import HfTokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class IncrementalDetokenizer:
@@ -70,10 +65,7 @@ class ByteLevelStream:
         token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
         if token is None:  # skipped, or beyond the vocabulary: the library leaves such ids out as well
             return b""
-        try:
-            return bytes([self._byte_of[character] for character in token])
-        except KeyError:  # an added token is plain text, not spelt in the alphabet
-            return token.encode("utf-8")
+        return spelt_bytes(token, self._byte_of)
 
 
 class WindowStream:
@@ -93,7 +85,7 @@ class WindowStream:
         tokens = [(token_id, self._token(token_id)) for token_id in token_ids]
         known = [(token_id, token) for token_id, token in tokens if token is not None]
         self._pending += [token_id for token_id, _ in known]
-        if not known or (self._byte_fallback and _BYTE_TOKEN.fullmatch(known[-1][1])):
+        if not known or (self._byte_fallback and BYTE_TOKEN.fullmatch(known[-1][1])):
             return ""
         return self._release()
 
@@ -116,7 +108,7 @@ class WindowStream:
 
 
 def _stream_maker(backend: tokenizers.Tokenizer) -> Callable[[frozenset[int]], DetokenizerStream]:
-    steps = _decoder_steps(backend)
+    steps = decoder_steps(backend)
     if steps == ["ByteLevel"]:
         return partial(ByteLevelStream, backend, byte_alphabet())
     if "ByteLevel" in steps:
@@ -124,20 +116,3 @@ def _stream_maker(backend: tokenizers.Tokenizer) -> Callable[[frozenset[int]], D
             field="model_path", value=steps, allowed="a tokenizer whose decoder is ByteLevel alone or has no ByteLevel"
         )
     return partial(WindowStream, backend, "ByteFallback" in steps)
-
-
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
-    """The names of the decoder's steps in order; none for a tokenizer without a decoder."""
-    if backend.decoder is None:
-        return []
-    # The library shows what a decoder is only in its pickled form, which is JSON.
-    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    return [step["type"] for step in decoder.get("decoders", [decoder])]
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level vocabularies: printable Latin-1 is itself, the rest follows from U+0100 on."""
-    alphabet = set(ByteLevel.alphabet())
-    direct = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return {**direct, **{chr(256 + index): byte for index, byte in enumerate(others)}}

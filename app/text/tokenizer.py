@@ -12,6 +12,7 @@ import tokenizers
 from app.errors import ConfigError, RequestError
 from app.text.chat_template import ChatTemplate
 from app.text.json_files import read_optional_json_object
+from app.text.token_bytes import TokenBytes
 
 
 class HfTokenizer:
@@ -30,6 +31,7 @@ class HfTokenizer:
         self._backend = backend
         self._eos_token_ids = eos_token_ids
         self._chat_template = chat_template
+        self._token_bytes = TokenBytes(backend)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -59,6 +61,10 @@ class HfTokenizer:
     def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """The text of (num_tokens,) ids. Bytes that form no character become U+FFFD; ids without a token, nothing."""
         return self._backend.decode(np.asarray(token_ids).tolist(), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special tokens their text; b"" for an id without a token."""
+        return self._token_bytes(token_id)
 
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation.

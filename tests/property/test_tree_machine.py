@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -9,11 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from app.caches.base import LockReceipt, MatchResult
+from app.caches.inspection import Miss
 from app.caches.tree.core import TreeCore
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
 from app.errors import LockedPageError, OutOfPagesError, StaleHandleError
 from app.observability.kv_events import KvEventRecorder, KvEventReplica
 from tests.support.tree_model import CacheRig, ListModel, key_of
+
+Path = tuple[tuple[int, ...], ...]  # the tokens of a prefix, page by page
 
 PAGE_SIZE = 2
 NUM_PAGES = 24
@@ -36,6 +41,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.cache = self.rig.cache
         self.model = ListModel(PAGE_SIZE)
         self.held_pages: list[np.ndarray] = []
+        self.ever_cached: set[tuple[Namespace, Path]] = set()  # in this pool
 
     @property
     def tree(self) -> TreeCore:
@@ -49,6 +55,11 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.cache.evict(shortfall) == len(freed)
         return self.rig.take(num_pages)
 
+    def insert(self, namespace: Namespace, path: Path, pages: np.ndarray) -> list[int]:
+        """Into the model."""
+        self.ever_cached.update((namespace, path[: end + 1]) for end in range(len(path)))
+        return self.model.insert(namespace, path, pages.tolist())
+
     @rule(tokens=token_lists, namespace=namespaces)
     def publish_blindly(self, tokens: list[int], namespace: Namespace) -> None:
         """A request that did not match first: what is there already comes back as duplicates."""
@@ -59,7 +70,7 @@ class TreeMachine(RuleBasedStateMachine):
         path = self.model.cut(tokens)
         present = self.model.probe(namespace, path)
         result = self.cache.insert(key_of(tokens, namespace), own)
-        assert result.pages.tolist() == self.model.insert(namespace, path, own.tolist())
+        assert result.pages.tolist() == self.insert(namespace, path, own)
         assert result.num_tokens == len(path) * PAGE_SIZE
         assert sum(count for _, count in result.duplicates) == present
         assert [first for first, _ in result.duplicates] == np.cumsum([0, *(n for _, n in result.duplicates)])[
@@ -81,7 +92,7 @@ class TreeMachine(RuleBasedStateMachine):
             return (receipt, number)
         pages = np.concatenate([found.pages, own])
         result = self.cache.insert(key, pages)
-        assert result.pages.tolist() == self.model.insert(namespace, path, pages.tolist())
+        assert result.pages.tolist() == self.insert(namespace, path, pages)
         self.rig.free_what_was_not_adopted(pages, result)
         longer, longer_number = self.cache.lock(result), self.model.lock(namespace, path)
         self.cache.unlock(receipt)
@@ -95,9 +106,35 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.cache.match(key_of(tokens, namespace))
         assert found.pages.tolist() == expected
         assert found.num_tokens == len(expected) * PAGE_SIZE
+        self.check_reason(self.cache.explain_miss(key_of(tokens, namespace), found.num_tokens), tokens, namespace)
         if not expected:
             return multiple()
         return (found, namespace, path[: len(expected)])
+
+    def check_reason(self, miss: Miss, tokens: list[int], namespace: Namespace) -> None:
+        """Against all that the model holds, and all that was ever put into it."""
+        path = self.model.cut(tokens[:-1])
+        matched = self.model.probe(namespace, path)
+        assert miss.num_matched == matched * PAGE_SIZE
+        if matched == len(path):
+            assert miss.reason == ("whole" if path else "short")
+            return
+        was_cached = (namespace, path[: matched + 1]) in self.ever_cached
+        if miss.reason == "evicted":
+            assert was_cached
+            return
+        assert not (was_cached and matched == 0), "below the root every eviction is known"
+        if any(self.model.probe(node.namespace, path) > matched for node in self.model.nodes):
+            assert miss.reason == "other_namespace"
+            return
+        same = tokens[: matched * PAGE_SIZE]
+        cached = [np.ravel(node.path).tolist() for node in self.model.nodes if node.namespace == namespace]
+        runs = [_run(tokens, ids) for ids in cached if ids[: len(same)] == same and len(ids) > len(same)]
+        run = max(runs, default=0)
+        if run:
+            assert (miss.reason, miss.same_tokens, miss.prompt_goes_on[0]) == ("differs", run, tokens[run])
+        else:
+            assert miss.reason == ("ends" if matched else "unseen")
 
     @rule(tokens=token_lists, namespace=namespaces)
     def probe(self, tokens: list[int], namespace: Namespace) -> None:
@@ -170,6 +207,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.rig.lose_pool()
         self.held_pages = []
         self.model.reset()
+        self.ever_cached = set()
 
     @invariant()
     def content_order_and_locks_equal_the_list(self) -> None:
@@ -186,9 +224,30 @@ class TreeMachine(RuleBasedStateMachine):
         self.rig.check(np.concatenate([np.empty(0, np.int32), *self.held_pages]))
 
     @invariant()
+    def every_node_is_told(self) -> None:
+        """Prefixes here are short enough to be shown whole."""
+        top = self.cache.top_prefixes(NUM_PAGES)
+        told = {(each.namespace, each.head, each.node_tokens, each.locked) for each in top.prefixes}
+        assert told == {
+            (
+                node.namespace,
+                tuple(np.ravel(node.path).tolist()),
+                len(node.pages) * PAGE_SIZE,
+                self.model.is_locked(node),
+            )
+            for node in self.model.nodes
+        }
+        assert top.complete
+
+    @invariant()
     def listener_knows_what_the_tree_holds(self) -> None:
         self.replica.apply(self.recorder.drain())
         assert self.replica.page_hashes == self.model.page_hashes()
+
+
+def _run(one: list[int], other: list[int]) -> int:
+    """How many leading tokens are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -20,6 +20,7 @@ import structlog
 
 from app import cli
 from app.commands.arguments import flags_of
+from app.config.http_args import HttpArgs
 from app.config.server_args import ServerArgs
 from app.errors import IntegrityError, OutOfPagesError, RequestError, UnknownCacheTypeError
 
@@ -130,13 +131,16 @@ def test_module_and_console_script_are_the_same_program() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "tpukv needs a command: one of generate, demo, doctor, bench"),
-        ("generat", "tpukv has no command 'generat', did you mean generate?: one of generate, demo, doctor, bench"),
+        ("", "tpukv needs a command: one of serve, generate, demo, doctor, bench"),
+        (
+            "generat",
+            "tpukv has no command 'generat', did you mean generate?: one of serve, generate, demo, doctor, bench",
+        ),
         ("bench", "tpukv bench needs a command: one of tree, engine"),
         ("bench tre", "tpukv bench has no command 'tre', did you mean tree?: one of tree, engine"),
         (
             "--page-size 4 generate",
-            "'--page-size' stands before the command: options come after one of generate, demo, doctor, bench",
+            "'--page-size' stands before the command: options come after one of serve, generate, demo, doctor, bench",
         ),
         ("generate demo", "unexpected argument 'demo'; see tpukv generate --help"),
         ("generate generate", "unexpected argument 'generate'; see tpukv generate --help"),
@@ -210,7 +214,8 @@ def test_what_a_command_refuses_is_told_in_one_line(
 def test_every_setting_has_its_environment_variable() -> None:
     variables = {flag.variable for flag in flags_of(cli.COMMANDS[0].arguments)} - {None}
 
-    assert variables == {f"TPUKV_{setting.name.upper()}" for setting in dataclasses.fields(ServerArgs)}
+    settings = [*dataclasses.fields(ServerArgs), *dataclasses.fields(HttpArgs)]
+    assert variables == {f"TPUKV_{setting.name.upper()}" for setting in settings}
 
 
 def test_environment_sets_what_the_command_line_does_not(read: Callable[..., ServerArgs]) -> None:

@@ -289,3 +289,32 @@ def test_equal_tokens_of_two_tenants_are_never_shared(rig: Rig) -> None:
 
     assert other.num_tokens == 0
     rig.adapter.release("b")
+
+
+def test_the_adapter_tells_why_an_admission_missed_and_what_is_cached(any_rig: Rig) -> None:
+    """Between the admission and its publishing, as a scheduler asks."""
+    # given
+    any_rig.serve("a", range(8))
+    reuses = any_rig.adapter.reuses_prefixes
+    wanted = key([*range(6), 70, 71, 72])
+
+    # when
+    prefix = any_rig.adapter.admit("b", wanted)
+    miss = any_rig.adapter.explain_miss(wanted, prefix.num_tokens)
+
+    # then
+    assert (miss.reason, miss.same_tokens) == (("differs", 6) if reuses else ("no_reuse", None))
+    assert [each.num_tokens for each in any_rig.adapter.top_prefixes(5).prefixes] == ([4, 8] if reuses else [])
+    any_rig.adapter.release("b")
+
+
+def test_pages_are_counted_by_who_has_them(rig: Rig) -> None:
+    # given
+    rig.serve("a", range(12))
+    rig.adapter.admit("b", key(range(9)))
+    rig.prepare("b", 4)
+
+    # then
+    assert rig.adapter.page_counts() == (PAGES - 3 - 4, 1, 2, 4)
+    rig.adapter.release("b")
+    assert rig.adapter.page_counts() == (PAGES - 3, 3, 0, 0)

@@ -11,12 +11,14 @@ order over all unlocked nodes makes eviction a pop; locking stops at the first a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from app.caches.base import EventSink, InsertResult, LockReceipt, MatchResult
+from app.caches.base import EVICTED_HEAD_TOKENS, EventSink, EvictionObserver, InsertResult, LockReceipt, MatchResult
 from app.caches.receipts import ReceiptBook
+from app.caches.tree.evicted import EvictionMemory
 from app.caches.tree.lru import EvictionOrder
 from app.caches.tree.node import EVICTED, TreeNode
 from app.core.keys import TOKEN_BYTES, Namespace, RadixKey, page_hashes
@@ -38,10 +40,20 @@ class TreeCore:
 
     evictable_pages, protected_pages: pages of unlocked and of locked nodes.
     num_nodes: without the roots.
+    evicted: which pages left, and when.
     """
 
-    def __init__(self, *, capacity: int, page_size: int, order: EvictionOrder, events: EventSink | None = None) -> None:
-        """`capacity`: the pool's page ids are 1..capacity."""
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        page_size: int,
+        order: EvictionOrder,
+        clock: Callable[[], float],
+        events: EventSink | None = None,
+        observer: EvictionObserver | None = None,
+    ) -> None:
+        """`capacity`: the pool's page ids are 1..capacity. `clock`: seconds that never go back."""
         self.evictable_pages = 0
         self.protected_pages = 0
         self.num_nodes = 0
@@ -50,27 +62,35 @@ class TreeCore:
         self.receipts: ReceiptBook[TreeNode | None] = ReceiptBook()
         self.owned = np.zeros(capacity + 1, np.bool_)  # by page id: whether a node holds it
         self.owned[0] = True  # the padding page: never to be adopted
-        self._page_size = page_size
+        self.evicted = EvictionMemory()
+        self.page_size = page_size
+        self.clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
         self._events = events
+        self._observer = observer
+        self._serials = itertools.count()
+        self._last_matched: RadixKey | None = None
 
     def match(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix, whole pages, at least one token short of the key. O(tokens + nodes on the path).
 
         May split the node in which it ends, and makes the path the most recently used; an unmatched rest of a split
-        node keeps its age.
+        node keeps its age. Each node of the path counts a hit, but not again for the key object that was matched last:
+        that is a request that still waits for room.
         """
         limit = self._limit(key.num_tokens - 1)
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return _NOTHING
-        node, end, partial, shared = self._descend(root, key.raw, limit)
+        node, end, partial, shared = self.descend(root, key.raw, limit)
         if partial is not None:
             node = self._split(partial, shared)
             end += shared * self._page_bytes
         if end == 0:
             return _NOTHING
-        return MatchResult(_joined(self._refresh(node)), end // TOKEN_BYTES, node)
+        hits = int(key is not self._last_matched)
+        self._last_matched = key
+        return MatchResult(_joined(self._refresh(node, hits)), end // TOKEN_BYTES, node)
 
     def probe(self, key: RadixKey) -> int:
         """The number of tokens that `match` would return. Changes nothing."""
@@ -78,8 +98,8 @@ class TreeCore:
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return 0
-        _, end, _, shared = self._descend(root, key.raw, limit)
-        return end // TOKEN_BYTES + shared * self._page_size
+        _, end, _, shared = self.descend(root, key.raw, limit)
+        return end // TOKEN_BYTES + shared * self.page_size
 
     def lock(self, node: TreeNode | None) -> LockReceipt:
         """Keep `node` and all above it; None, of an empty match, keeps nothing. O(nodes not locked yet).
@@ -104,7 +124,7 @@ class TreeCore:
 
         OwnershipError and no change if one of those is in the tree already, under other tokens, or is page 0.
         """
-        count = key.num_tokens // self._page_size
+        count = key.num_tokens // self.page_size
         if count == 0:
             return InsertResult(0, NO_PAGES, None, ())
         if pages.size < count:
@@ -113,8 +133,8 @@ class TreeCore:
         limit = count * self._page_bytes
         node = self.roots.get(namespace)
         if node is None:
-            node = TreeNode(parent=None, namespace=namespace, edge=b"", pages=NO_PAGES, epoch=self.receipts.epoch)
-        node, end, partial, shared = self._descend(node, raw, limit)
+            node = self._new_root(namespace)
+        node, end, partial, shared = self.descend(node, raw, limit)
         present = end // self._page_bytes + shared
         adopted = np.array(pages[present:count], np.int32)
         if adopted.size:
@@ -123,8 +143,8 @@ class TreeCore:
             node = self._split(partial, shared)
         if adopted.size:
             node = self._attach(node, raw[present * self._page_bytes : limit], adopted)
-        runs = self._refresh(node)
-        return InsertResult(count * self._page_size, _joined(runs), node, _spans(runs, present))
+        runs = self._refresh(node, 0)
+        return InsertResult(count * self.page_size, _joined(runs), node, _spans(runs, present))
 
     def evict(self, num_pages: int) -> np.ndarray:
         """Drop the least recently used leaves until `num_pages` or more are out, or nothing is unlocked.
@@ -134,9 +154,12 @@ class TreeCore:
         runs: list[np.ndarray] = []
         hashes: list[bytes] = []
         freed = 0
+        now = self.clock()
         while freed < num_pages and self.order:
             node = self.order.pop()
-            self._detach(node)
+            if self._observer is not None:
+                _tell_eviction(self._observer, node, now)
+            self._detach(node, now)
             runs.append(node.pages)
             hashes += node.hashes
             freed += node.pages.size
@@ -154,6 +177,8 @@ class TreeCore:
         self.receipts.void()
         self.order.clear()
         self.roots.clear()
+        self.evicted.clear()
+        self._last_matched = None
         self.owned[1:] = False
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
         if self._events is not None:
@@ -177,10 +202,10 @@ class TreeCore:
 
     def _limit(self, num_tokens: int) -> int:
         """Bytes of the whole pages in `num_tokens`."""
-        return num_tokens // self._page_size * self._page_bytes
+        return num_tokens // self.page_size * self._page_bytes
 
-    def _descend(self, node: TreeNode, raw: bytes, limit: int) -> tuple[TreeNode, int, TreeNode | None, int]:
-        """Follow raw[:limit] from a root.
+    def descend(self, node: TreeNode, raw: bytes, limit: int) -> tuple[TreeNode, int, TreeNode | None, int]:
+        """Follow raw[:limit] from a root. Changes nothing.
 
         -> the last node that matches whole, the byte position at its end, and, if the path ends inside an edge, that
         edge's node and how many of its pages match: at least one, not all.
@@ -191,9 +216,10 @@ class TreeCore:
             child = node.children.get(raw[position : position + step])
             if child is None:
                 break
-            end = position + len(child.edge)
-            if end > limit or not raw.startswith(child.edge, position):
-                return node, position, child, self._shared_pages(raw, position, limit, child.edge)
+            edge = child.edge
+            end = position + len(edge)
+            if end > limit or not raw.startswith(edge, position):
+                return node, position, child, self._shared_pages(raw, position, limit, edge)
             node, position = child, end
         return node, position, None, 0
 
@@ -202,7 +228,7 @@ class TreeCore:
         count = min(len(edge), limit - position) // TOKEN_BYTES
         differs = np.frombuffer(raw, np.int32, count, position) != np.frombuffer(edge, np.int32, count)
         first = int(differs.argmax())
-        return (first if differs[first] else count) // self._page_size
+        return (first if differs[first] else count) // self.page_size
 
     def _split(self, lower: TreeNode, num_pages: int) -> TreeNode:
         """Put the first pages of a node into a new node above it. The lower one stays the object that it was."""
@@ -216,7 +242,12 @@ class TreeCore:
             edge=lower.edge[:cut],
             pages=_sealed(lower.pages[:num_pages].copy()),
             epoch=lower.epoch,
+            start=lower.start,
+            serial=next(self._serials),  # the lower one still ends where it ended
+            hits=lower.hits,
+            used_at=lower.used_at,
         )
+        lower.start += num_pages * self.page_size
         upper.hashes, lower.hashes = lower.hashes[:num_pages], lower.hashes[num_pages:]
         lower.edge, lower.pages, lower.parent = lower.edge[cut:], _sealed(lower.pages[num_pages:].copy()), upper
         upper.children[lower.edge[: self._page_bytes]] = lower
@@ -231,7 +262,15 @@ class TreeCore:
     def _attach(self, parent: TreeNode, edge: bytes, pages: np.ndarray) -> TreeNode:
         """A new leaf. Its ancestors are refreshed after it, by the caller."""
         leaf = TreeNode(
-            parent=parent, namespace=parent.namespace, edge=edge, pages=_sealed(pages), epoch=self.receipts.epoch
+            parent=parent,
+            namespace=parent.namespace,
+            edge=edge,
+            pages=_sealed(pages),
+            epoch=self.receipts.epoch,
+            start=parent.end,
+            serial=next(self._serials),
+            hits=0,
+            used_at=0.0,
         )
         if parent.parent is None:
             self.roots[parent.namespace] = parent
@@ -245,15 +284,17 @@ class TreeCore:
 
     def _announce(self, events: EventSink, parent: TreeNode, leaf: TreeNode) -> None:
         above = parent.hashes[-1] if parent.hashes else None
-        leaf.hashes = page_hashes(above or leaf.namespace.seed(), leaf.edge, self._page_size)
+        leaf.hashes = page_hashes(above or leaf.namespace.seed(), leaf.edge, self.page_size)
         events.stored(namespace=leaf.namespace, parent_hash=above, page_hashes=leaf.hashes, raw=leaf.edge)
 
-    def _detach(self, leaf: TreeNode) -> None:
+    def _detach(self, leaf: TreeNode, now: float) -> None:
         """Cut a leaf off, and its root too if that was the last one."""
         parent = leaf.parent
         assert parent is not None
         assert not leaf.children
-        del parent.children[leaf.edge[: self._page_bytes]]
+        first_page = leaf.edge[: self._page_bytes]
+        del parent.children[first_page]
+        self.evicted.remember(parent.serial, first_page, now)
         leaf.epoch = EVICTED
         self.num_nodes -= 1
         if parent.parent is None and not parent.children:
@@ -267,17 +308,38 @@ class TreeCore:
             raise OwnershipError(pages=tuple(twice), reason="cached already under other tokens, or padding")
         self.owned[index] = True
 
-    def _refresh(self, node: TreeNode) -> list[np.ndarray]:
-        """Make the path to `node` the most recent, deepest first. -> the pages of its nodes, from the root down."""
+    def _refresh(self, node: TreeNode, hits: int) -> list[np.ndarray]:
+        """Make the path to `node` the most recent, deepest first, and add to its hits.
+
+        -> the pages of its nodes, from the root down.
+        """
         runs = []
         touch = self.order.touch
-        while node.parent is not None:
+        now = self.clock()
+        parent = node.parent
+        while parent is not None:
             runs.append(node.pages)
+            node.hits += hits
+            node.used_at = now
             if not node.lock_ref:
                 touch(node)
-            node = node.parent
+            node = parent
+            parent = node.parent
         runs.reverse()
         return runs
+
+    def _new_root(self, namespace: Namespace) -> TreeNode:
+        return TreeNode(
+            parent=None,
+            namespace=namespace,
+            edge=b"",
+            pages=NO_PAGES,
+            epoch=self.receipts.epoch,
+            start=0,
+            serial=namespace,
+            hits=0,
+            used_at=0.0,
+        )
 
     def _pin(self, node: TreeNode) -> None:
         while node.parent is not None:
@@ -290,14 +352,26 @@ class TreeCore:
             node = node.parent
 
     def _unpin(self, node: TreeNode) -> None:
+        now = self.clock()
         while node.parent is not None:
             node.lock_ref -= 1
             if node.lock_ref:
                 return
+            node.used_at = now
             self.order.add(node)
             self.evictable_pages += node.pages.size
             self.protected_pages -= node.pages.size
             node = node.parent
+
+
+def _tell_eviction(observer: EvictionObserver, leaf: TreeNode, now: float) -> None:
+    observer.evicted(
+        num_tokens=len(leaf.edge) // TOKEN_BYTES,
+        prefix_tokens=leaf.start,
+        idle_s=now - leaf.used_at,
+        hits=leaf.hits,
+        head=leaf.edge[: EVICTED_HEAD_TOKENS * TOKEN_BYTES],
+    )
 
 
 def _joined(runs: list[np.ndarray]) -> np.ndarray:

@@ -20,6 +20,7 @@ def check_tree(tree: TreeCore, *, page_size: int) -> None:
         *_locks(tree, nodes),
         *_order(tree, nodes),
         *_pages(tree, nodes),
+        *_uses(tree, nodes),
     ]
     if broken:
         raise IntegrityError(owner="TreeCore", broken="; ".join(broken))
@@ -34,6 +35,8 @@ def _shape(tree: TreeCore, nodes: list[TreeNode], page_bytes: int) -> list[str]:
         for first_page, child in node.children.items():
             if child.parent is not node or child.namespace != node.namespace or child.edge[:page_bytes] != first_page:
                 broken.append("a child is not under its parent, its namespace or its first page")
+            if child.start != node.end:
+                broken.append(f"a child of a node that ends after {node.end} tokens starts after {child.start}")
     for node in nodes:
         if not node.edge or len(node.edge) != node.pages.size * page_bytes:
             broken.append(f"a node of {node.pages.size} pages has {len(node.edge)} bytes of tokens")
@@ -83,4 +86,19 @@ def _pages(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
             f"{evictable.size} evictable and {protected.size} protected pages are counted as "
             f"{tree.evictable_pages} and {tree.protected_pages}"
         )
+    return broken
+
+
+def _uses(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
+    broken = []
+    for node in nodes:
+        if node.hits < sum(child.hits for child in node.children.values()):
+            broken.append("the children of a node were matched more often than the node")
+        if not node.lock_ref and any(child.used_at > node.used_at for child in node.children.values()):
+            broken.append("a child was used after its parent")
+        if node.used_at > tree.clock():
+            broken.append("a node was used in the future")
+    serials = {node.serial for node in nodes}
+    if len(serials) != len(nodes) or any(root.serial != namespace for namespace, root in tree.roots.items()):
+        broken.append("two nodes have one serial, or a root has another than its namespace")
     return broken

@@ -41,6 +41,10 @@ class EvictionOrder(Protocol):
         """The nodes, next to be evicted first."""
         ...
 
+    def __reversed__(self) -> Iterator[TreeNode]:
+        """The nodes, last to be evicted first: a parent before its children."""
+        ...
+
 
 class LruOrder:
     """Least recently used first. A parent is always more recent than its children, so the oldest is always a leaf."""
@@ -67,6 +71,9 @@ class LruOrder:
 
     def __iter__(self) -> Iterator[TreeNode]:
         return iter(self._nodes)
+
+    def __reversed__(self) -> Iterator[TreeNode]:
+        return reversed(self._nodes)
 
 
 _ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LruOrder}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.core.keys import Namespace
+from app.core.keys import TOKEN_BYTES, Namespace
 
 EVICTED = -1
 
@@ -18,18 +18,55 @@ class TreeNode:
     lock_ref: receipts held on this node plus children that are locked; a locked node protects all its ancestors.
     epoch: that of the tree it is in, or EVICTED.
     hashes: one for each page while events are wanted, else empty.
+    start: tokens before the edge.
+    serial: names the place at the end of the edge, and no other place ever, even after the node is gone. A root's is
+        its namespace: roots come and go with their first and last child.
+    hits: matches whose path covers the node; one for a request that had to ask again and again.
+    used_at: when it last was matched, inserted or unlocked; the tree's clock.
     """
 
-    __slots__ = ("children", "edge", "epoch", "hashes", "lock_ref", "namespace", "pages", "parent")
+    __slots__ = (
+        "children",
+        "edge",
+        "epoch",
+        "hashes",
+        "hits",
+        "lock_ref",
+        "namespace",
+        "pages",
+        "parent",
+        "serial",
+        "start",
+        "used_at",
+    )
 
     def __init__(
-        self, *, parent: TreeNode | None, namespace: Namespace, edge: bytes, pages: np.ndarray, epoch: int
+        self,
+        *,
+        parent: TreeNode | None,
+        namespace: Namespace,
+        edge: bytes,
+        pages: np.ndarray,
+        epoch: int,
+        start: int,
+        serial: int | Namespace,
+        hits: int,
+        used_at: float,
     ) -> None:
         self.parent = parent
         self.namespace = namespace
         self.edge = edge
         self.pages = pages
         self.epoch = epoch
+        self.start = start
+        self.serial = serial
+        self.hits = hits
+        self.used_at = used_at
         self.children: dict[bytes, TreeNode] = {}
         self.lock_ref = 0
         self.hashes: list[bytes] = []
+
+    @property
+    def end(self) -> int:
+        """Tokens from the root to the end of the edge."""
+        return self.start + len(self.edge) // TOKEN_BYTES

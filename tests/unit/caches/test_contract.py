@@ -257,6 +257,22 @@ def test_probing_changes_nothing_at_all(new_rig: RigMaker, cache_type: str) -> N
 
 
 @every_type
+def test_every_type_explains_a_miss_and_tells_its_prefixes(new_rig: RigMaker, cache_type: str) -> None:
+    # given
+    rig = new_rig(cache_type)
+    rig.store(range(16))
+    reuses = rig.cache.reuses_prefixes
+
+    # when
+    reasons = [rig.cache.explain_miss(key_of(range(n)), rig.matched(range(n))).reason for n in (3, 17, 40)]
+    prefixes = rig.cache.top_prefixes(8).prefixes
+
+    # then
+    assert reasons == (["short", "whole", "ends"] if reuses else ["no_reuse"] * 3)
+    assert [each.num_tokens for each in prefixes] == ([16] if reuses else [])
+
+
+@every_type
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_less_than_a_page_is_never_published(new_rig: RigMaker, cache_type: str, length: int) -> None:
     """Behaviour 2."""

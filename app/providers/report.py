@@ -1,0 +1,57 @@
+"""What an engine is made of, and why: for `tpukv doctor` and /server_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.config.checks import advice
+from app.config.server_args import CHUNKING_OFF, ServerArgs
+from app.containers import Container
+from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, bucket
+
+
+def engine_facts(container: Container) -> dict[str, Any]:
+    """Plain values for JSON. Builds the device pool if that has not been done."""
+    args = container.server_args()
+    cache = container.cache_type()
+    served, made_for = container.model_config(), container.base_model_config()
+    spec = container.device_pool().spec
+    devices = list(container.mesh().devices.flat)
+    dtype = container.dtype()
+    pool_tokens = spec.num_pages * spec.page_size
+    return {
+        "cache_type": cache.name,
+        "cache_type_reason": cache.reason,
+        "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "device_memory_bytes": container.memory_bytes(),
+        "tp_size": container.tp_size(),
+        "architecture": served.architecture,
+        "model_components": sorted(component.value for component in served.components),
+        "dtype": dtype,
+        "weights_bytes": served.num_parameters * (4 if dtype == "float32" else 2),
+        "context_length": served.context_length,
+        "kv_cache_dtype": spec.dtype,
+        "page_size": spec.page_size,
+        "pool_pages": spec.num_pages,
+        "pool_tokens": pool_tokens,
+        "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,  # with the padding page
+        **_buckets(args, served.context_length),
+        "warnings": advice(args, made_for, cache.name, pool_tokens),
+    }
+
+
+def _buckets(args: ServerArgs, context_length: int) -> dict[str, list[int]]:
+    """The sizes that programs are compiled for, each when it is first needed."""
+    chunk = context_length if args.chunked_prefill_size == CHUNKING_OFF else args.chunked_prefill_size
+    return {
+        "buckets_rows": _powers_of_two(MIN_ROWS, args.max_running_requests),
+        "buckets_chunk_tokens": _powers_of_two(MIN_CHUNK, chunk),
+        "buckets_context_tokens": _powers_of_two(max(MIN_CONTEXT, args.page_size), context_length),
+    }
+
+
+def _powers_of_two(smallest: int, largest: int) -> list[int]:
+    sizes = [bucket(smallest, 1)]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes

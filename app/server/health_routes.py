@@ -1,0 +1,69 @@
+"""Whether the process lives, whether it produces tokens, and its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from app.core.sampling import SamplingParams
+from app.observability.metrics import CONTENT_TYPE, Metrics
+from app.scheduling.request import Request
+from app.server.engine_loop import EngineLoop
+from app.server.engine_watch import EngineWatch
+from app.server.gate import Gate
+from app.server.openai_errors import engine_failed, no_token, shutting_down
+from app.server.replies import json_response
+
+GENERATE_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+_FIRST = -(2**31)  # before whatever else waits
+
+
+class HealthRoutes:
+    def __init__(self, *, engine: EngineLoop, watch: EngineWatch, gate: Gate, metrics: Metrics) -> None:
+        self._engine = engine
+        self._watch = watch
+        self._gate = gate
+        self._metrics = metrics
+
+    async def health(self, _http: HttpRequest) -> Response:
+        """200 while the process serves."""
+        if self._engine.failure is not None:
+            raise engine_failed()
+        if self._gate.is_closed:
+            raise shutting_down()
+        return json_response({"status": "ok"})
+
+    async def generate(self, _http: HttpRequest) -> Response:
+        """200 once a token was produced after the question: for a request of its own, or for others when all rows are
+        taken. Puts nothing into the cache: its prompt is one token.
+        """
+        self._gate.check(0)
+        before = self._watch.num_tokens
+        probe = Request(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_token_ids=np.zeros(1, np.int32),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            priority=_FIRST,
+        )
+        mailbox = self._engine.submit([probe])
+        own = asyncio.ensure_future(mailbox.wait_for_all())
+        try:
+            async with asyncio.timeout(GENERATE_TIMEOUT_S):
+                while not own.done() and self._watch.num_tokens == before:
+                    await asyncio.wait({own}, timeout=_POLL_S)
+                if own.done():
+                    await own
+        except TimeoutError:
+            raise no_token(GENERATE_TIMEOUT_S) from None
+        finally:
+            own.cancel()
+            self._engine.abort(mailbox)
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _http: HttpRequest) -> Response:
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
