@@ -42,6 +42,8 @@ class Engine:
         prompt: Iterable[int],
         request_id: str | None = None,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        priority: int = 0,
+        streams: bool = False,
         **sampling: Any,
     ) -> str:
         """Queue a request. It ignores eos unless told otherwise."""
@@ -51,6 +53,8 @@ class Engine:
             prompt_token_ids=np.array(list(prompt), np.int32),
             sampling=SamplingParams(**{"ignore_eos": True, **sampling}),
             namespace=namespace,
+            priority=priority,
+            streams=streams,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
