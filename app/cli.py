@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from app.commands import bench, demo, doctor, generate, serve
+from app.commands import bench, bench_serve, demo, doctor, generate, serve
 from app.commands.arguments import Flag, UsageError, did_you_mean, flags_of, from_environment, parse
 from app.config.server_args import ServerArgs
 from app.errors import AppError, BatchOrderError, IntegrityError, OwnershipError
@@ -56,6 +56,20 @@ COMMANDS = (
         bench.BenchEngineArgs,
         bench.run_engine,
         lambda args: args.server,
+    ),
+    Command(
+        ("bench", "serve"),
+        "measure a running server under real workloads",
+        bench_serve.ServeBenchArgs,
+        bench_serve.run_serve,
+        lambda _: ServerArgs(),
+    ),
+    Command(
+        ("bench", "compare"),
+        "compare two such measurements",
+        bench_serve.CompareArgs,
+        bench_serve.run_compare,
+        lambda _: ServerArgs(),
     ),
 )
 

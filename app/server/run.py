@@ -42,11 +42,17 @@ def listen(host: str, port: int) -> socket.socket:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(field="--host", value=host, allowed=f"an address of this machine ({error})") from error
+    # The protocol is named, which `socket.create_server` does not do: asyncio sends at once only on such sockets.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((address[0], port), family=family, backlog=1024)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address[0], port))
+        listening.listen(1024)
     except OSError as error:
+        listening.close()
         reason = error.strerror or str(error)
         raise ConfigError(field="--port", value=port, allowed=f"a port that is free on {host} ({reason})") from error
+    return listening
 
 
 def run(parts: Parts, args: HttpArgs, listening: socket.socket, ready: Callable[[str], None]) -> int:

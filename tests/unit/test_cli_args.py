@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from app.config.server_args import ServerArgs
 from app.errors import IntegrityError, OutOfPagesError, RequestError, UnknownCacheTypeError
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTED = (ServerArgs, *(command.arguments for command in cli.COMMANDS))
+DOCUMENTED = (ServerArgs, HttpArgs, *(command.arguments for command in cli.COMMANDS))
 HELP_LEVELS = [[], *([*command.words] for command in cli.COMMANDS), ["bench"]]
 
 
@@ -122,7 +123,7 @@ def test_module_and_console_script_are_the_same_program() -> None:
     result = subprocess.run([sys.executable, "-m", "app", "bench"], capture_output=True, text=True, cwd=ROOT)
 
     assert result.returncode == 2
-    assert result.stderr == "tpukv: error: tpukv bench needs a command: one of tree, engine\n"
+    assert result.stderr == "tpukv: error: tpukv bench needs a command: one of tree, engine, serve, compare\n"
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -136,8 +137,8 @@ def test_module_and_console_script_are_the_same_program() -> None:
             "generat",
             "tpukv has no command 'generat', did you mean generate?: one of serve, generate, demo, doctor, bench",
         ),
-        ("bench", "tpukv bench needs a command: one of tree, engine"),
-        ("bench tre", "tpukv bench has no command 'tre', did you mean tree?: one of tree, engine"),
+        ("bench", "tpukv bench needs a command: one of tree, engine, serve, compare"),
+        ("bench tre", "tpukv bench has no command 'tre', did you mean tree?: one of tree, engine, serve, compare"),
         (
             "--page-size 4 generate",
             "'--page-size' stands before the command: options come after one of serve, generate, demo, doctor, bench",
@@ -341,8 +342,14 @@ def _rows(cls: type) -> Iterator[str]:
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     defaults = {entry.name: entry.default for entry in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
     for entry, text in itertools.pairwise(definition.body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and entry.target.id != "server":
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+            hint = hints[entry.target.id]
+            if dataclasses.is_dataclass(hint):
+                # Settings of engine and server are told once, for all commands.
+                yield from () if hint in DOCUMENTED[:2] else _rows(hint)
+                continue
             assert isinstance(text, ast.Expr)
             shown = _shown(defaults[entry.target.id])
             yield f"| `--{entry.target.id.replace('_', '-')}` | `{shown}` | {ast.literal_eval(text.value)} |"
