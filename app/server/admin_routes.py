@@ -48,6 +48,7 @@ class AdminRoutes:
             model=served.model,
             cache_type=served.facts["cache_type"],
             cache_type_reason=served.facts["cache_type_reason"],
+            device_tier=f"device: {served.facts['device']}",
         )
         self._started = time.monotonic()
 

@@ -43,7 +43,7 @@ class Guard:
         if self._local_only and not _is_local(host):
             raise forbidden("this server answers under this machine's own names only: give it --api-key to open it")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _authority(origin) != host:
             raise forbidden("a page of another origin may not use this server")
         if path in OPEN_PATHS:
             return
@@ -68,6 +68,14 @@ def _digest(key: str) -> bytes:
 def _bearer(headers: Headers) -> str:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _authority(origin: str) -> str | None:
+    """Host and port of it; None of what is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _is_local(host: str) -> bool:

@@ -52,4 +52,6 @@ class RequestLog:
             if status is not None:
                 raise
             await error_response(internal_error())(scope, receive, noting_status)
-        _log.info("request_served", status=status, seconds=round(time.monotonic() - began, 3))
+        # Pages and scrapers ask every second; what they get is not worth a line.
+        log = _log.debug if scope["method"] == "GET" and status == 200 else _log.info
+        log("request_served", status=status, seconds=round(time.monotonic() - began, 3))
