@@ -53,7 +53,13 @@ class Parts:
             version=version,
             metrics=self.metrics,
             generation=Generation(
-                engine=engine, served=self.served, tokenizer=self.tokenizer, texts=texts, bodies=bodies, gate=gate
+                engine=engine,
+                served=self.served,
+                tokenizer=self.tokenizer,
+                texts=texts,
+                bodies=bodies,
+                gate=gate,
+                metrics=self.metrics,
             ),
             tokens=TokenRoutes(served=self.served, texts=texts, bodies=bodies),
             admin=AdminRoutes(

@@ -108,7 +108,9 @@ class EngineLoop:
 
     def abort(self, mailbox: Mailbox) -> None:
         """End what has not ended of it; that is still told, if anybody looks. Idempotent."""
-        self.abort_matching(set(mailbox.request_ids).__contains__, None)
+        alive = [request_id for request_id in mailbox.request_ids if request_id in self._mailboxes]
+        if alive:
+            self._inbox.put(lambda: self._abort(alive, None))
 
     def abort_matching(self, chosen: Callable[[str], bool], refusal: ApiError | None) -> int:
         """End requests chosen by id. Those that were not started yet are told `refusal`. -> how many."""
@@ -198,7 +200,7 @@ class EngineLoop:
         for output in outputs:
             self._deadlines.pop(output.request_id, None)
             refusal = self._refusals.pop(output.request_id, None) or _refusal(output)
-            self._watch.ended(output, refusal)
+            self._watch.ended(output, refusal is not None)
             if refusal is None:
                 news.outputs.append(output)
             else:

@@ -13,7 +13,6 @@ from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.observer import StepTimes
 from app.scheduling.request import Request, RequestDelta, RequestOutput, Sequence
 from app.scheduling.scheduler import Scheduler
-from app.server.openai_errors import ApiError
 
 
 @dataclass(slots=True)
@@ -100,10 +99,10 @@ class EngineWatch:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def ended(self, output: RequestOutput, refusal: ApiError | None) -> None:
+    def ended(self, output: RequestOutput, told_an_error: bool) -> None:
+        """The request is over. Errors are counted where they are told."""
         timeline = self._timelines.pop(output.request_id)
-        if refusal is not None:
-            self._metrics.refused(refusal.code or str(refusal.status))
+        if told_an_error:
             return
         waited = timeline.added - timeline.submitted
         self._metrics.ended(

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from app.core.ports import Tokenizer
 from app.core.sampling import SamplingParams
 from app.errors import RequestError
+from app.observability.metrics import Metrics
 from app.scheduling.request import Request, RequestOutput
 from app.server.engine_loop import EngineLoop
 from app.server.event_stream import EventStream, unless_disconnected
@@ -59,6 +60,7 @@ class Generation:
         texts: Texts,
         bodies: BodyReader,
         gate: Gate,
+        metrics: Metrics,
     ) -> None:
         self._engine = engine
         self._served = served
@@ -66,6 +68,7 @@ class Generation:
         self._texts = texts
         self._bodies = bodies
         self._gate = gate
+        self._metrics = metrics
 
     async def completions(self, http: HttpRequest) -> Response:
         self._gate.check(1)
@@ -192,6 +195,7 @@ class Generation:
             while mailbox.has_more:
                 yield b"".join([renderer.chunk(part) for part in await mailbox.next_parts()])
         except ApiError as error:
+            self._metrics.refused(error.code or str(error.status))
             _log.warning("request_refused", code=error.code, reason=error.message)
             yield renderer.error(error)
         else:

@@ -99,6 +99,8 @@ async def serve(
         serving = asyncio.create_task(http.serve(sockets=[listening]))
         while not http.started and not serving.done():
             await asyncio.sleep(0.01)
+        if serving.done():
+            await serving  # raises what stopped it
         ready(_url(listening))
         await shutdown.asked()
         gate.close()

@@ -75,7 +75,7 @@ class HfTokenizer:
             raise RequestError(
                 field="messages",
                 value=[message.get("role") for message in messages],
-                allowed="this model has no chat template; send the prompt as plain text (--raw)",
+                allowed="this model has no chat template; send the prompt as plain text (--raw, or /v1/completions)",
             )
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
