@@ -14,6 +14,7 @@ from app.scheduling.scheduler import Scheduler
 from app.server.cache_state import CacheSnapshot, ServerFacts, cache_state
 from app.server.engine_loop import EngineLoop
 from app.server.engine_watch import EngineWatch
+from app.server.event_stream import unless_disconnected
 from app.server.http_body import BodyReader
 from app.server.openai_errors import conflict
 from app.server.replies import json_response
@@ -77,10 +78,14 @@ class AdminRoutes:
     async def flush(self, http: HttpRequest) -> Response:
         """All or nothing: refused with 409 while a request reads a cached page, after waiting as long as asked."""
         request = (await self._bodies.read_optional(http, FlushRequest)).request
-        deadline = time.monotonic() + request.timeout
+        pages = await unless_disconnected(http.receive, self._flushed(request.timeout))
+        return json_response({"flushed_pages": pages})
+
+    async def _flushed(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                pages = await self._engine.ask(self._scheduler.flush_cache)
+                return await self._engine.ask(self._scheduler.flush_cache)
             except LockedPageError:
                 if time.monotonic() >= deadline:
                     raise conflict(
@@ -88,14 +93,14 @@ class AdminRoutes:
                         "flushed; try again when they have ended, or send a longer timeout"
                     ) from None
                 await asyncio.sleep(_RETRY_S)
-            else:
-                return json_response({"flushed_pages": pages})
 
     async def abort(self, http: HttpRequest) -> Response:
         """Ends a request by the id in its reply, or all. Ids that are unknown, or ended already, are no error."""
         request = (await self._bodies.read(http, AbortRequest)).request
         rid = request.rid
         aborted = self._engine.abort_matching(
-            lambda request_id: request.abort_all or request_id == rid or request_id.startswith(f"{rid}-"), None
+            # A choice's id is that of its reply and the choice's number.
+            lambda request_id: request.abort_all or rid in (request_id, request_id.rpartition("-")[0]),
+            None,
         )
         return json_response({"aborted": aborted})

@@ -19,7 +19,7 @@ from app.server.admin_routes import AdminRoutes
 from app.server.generation import Generation
 from app.server.guard import Guard
 from app.server.health_routes import HealthRoutes
-from app.server.openai_errors import invalid_request, method_not_allowed, unknown_route
+from app.server.openai_errors import ApiError, invalid_request, method_not_allowed, unknown_route
 from app.server.openapi import document
 from app.server.replies import error_response
 from app.server.request_log import RequestLog
@@ -76,20 +76,26 @@ def make_app(
     for method, path, _ in routes:
         allowed.setdefault(path, []).append(method)
 
+    def refused(error: ApiError) -> Response:
+        metrics.refused(error.code or str(error.status))
+        return error_response(error)
+
     async def unknown(http: HttpRequest, _error: Exception) -> Response:
-        return error_response(unknown_route(http.url.path))
+        return refused(unknown_route(http.url.path))
 
     async def wrong_method(http: HttpRequest, _error: Exception) -> Response:
         methods = allowed.get(http.url.path, ["GET"])
-        reply = error_response(method_not_allowed(http.method, http.url.path, methods))
+        reply = refused(method_not_allowed(http.method, http.url.path, methods))
         reply.headers["allow"] = ", ".join(methods)
         return reply
 
     async def other(_http: HttpRequest, error: Exception) -> Response:
-        return error_response(invalid_request(str(error)))
+        return refused(invalid_request(str(error)))
 
-    return Starlette(
+    app = Starlette(
         routes=[Route(path, handler, methods=[method]) for method, path, handler in routes],
         middleware=[Middleware(RequestLog, metrics=metrics), Middleware(Guard, args=args)],
         exception_handlers={404: unknown, 405: wrong_method, HTTPException: other},
     )
+    app.router.redirect_slashes = False  # a path that is nearly right is none: Starlette takes this nowhere else
+    return app

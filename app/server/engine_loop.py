@@ -209,7 +209,7 @@ class EngineLoop:
         self._call(self._deliver, news)
 
     def _add(self, requests: list[Request], submitted_ns: int) -> None:
-        deadline = time.monotonic_ns() + int(self._queue_timeout_s * 1e9)
+        deadline = submitted_ns + int(self._queue_timeout_s * 1e9)
         for request in requests:
             self._watch.added(request, submitted_ns)
             try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -23,6 +23,7 @@ from app.server.gate import Gate
 from app.server.http_body import BodyReader
 from app.server.mailbox import Mailbox, whole_part
 from app.server.openai_errors import CHAT_FIELDS, COMPLETION_FIELDS, ApiError, from_request_error
+from app.server.parsing import Parsed
 from app.server.parts import Usage
 from app.server.rendering.base import Renderer
 from app.server.rendering.chat import ChatRenderer
@@ -39,6 +40,7 @@ from app.server.served import Served
 from app.server.texts import Texts
 
 _log = structlog.get_logger(__name__)
+AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
 
 
 class _Choices(NamedTuple):
@@ -96,15 +98,7 @@ class Generation:
             ],
             COMPLETION_FIELDS,
         )
-        request_id = f"cmpl-{uuid.uuid4().hex}"
-        renderer = CompletionRenderer(
-            request_id=request_id,
-            model=self._served.model,
-            created=int(time.time()),
-            include_usage=request.wants_usage,
-            token_bytes=self._tokenizer.token_bytes,
-        )
-        return await self._serve(http, request_id, request, choices, renderer, parsed.ignored)
+        return await self._serve(http, parsed, choices, "cmpl", CompletionRenderer)
 
     async def chat(self, http: HttpRequest) -> Response:
         self._gate.check(1)
@@ -126,31 +120,31 @@ class Generation:
             max_tokens_field=request.max_tokens_field,
         )
         choices = _Choices([(prompt, chat_sampling(request, max_tokens))], CHAT_FIELDS)
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        renderer = ChatRenderer(
+        return await self._serve(http, parsed, choices, "chatcmpl", ChatRenderer)
+
+    async def _serve(
+        self,
+        http: HttpRequest,
+        parsed: Parsed[AnyGeneration],
+        choices: _Choices,
+        kind: str,
+        make_renderer: Callable[..., Renderer],
+    ) -> Response:
+        request = parsed.request
+        request_id = f"{kind}-{uuid.uuid4().hex}"
+        renderer = make_renderer(
             request_id=request_id,
             model=self._served.model,
             created=int(time.time()),
             include_usage=request.wants_usage,
             token_bytes=self._tokenizer.token_bytes,
         )
-        return await self._serve(http, request_id, request, choices, renderer, parsed.ignored)
-
-    async def _serve(
-        self,
-        http: HttpRequest,
-        request_id: str,
-        request: GenerationRequest,
-        choices: _Choices,
-        renderer: Renderer,
-        ignored: tuple[str, ...],
-    ) -> Response:
         requests = self._requests(request_id, request, choices)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         headers = {"x-request-id": request_id}
-        if ignored:
-            headers["x-ignored-fields"] = ", ".join(ignored)
-            _log.warning("fields_ignored", fields=ignored)
+        if parsed.ignored:
+            headers["x-ignored-fields"] = ", ".join(parsed.ignored)
+            _log.warning("fields_ignored", fields=parsed.ignored)
         self._gate.check(len(requests))
         mailbox = self._engine.submit(requests)
         if request.stream:

@@ -42,10 +42,11 @@ class HealthRoutes:
         """200 once a token was produced after the question: for a request of its own, or for others when all rows are
         taken. Puts nothing into the cache: its prompt is one token.
         """
-        self._gate.check(0)
+        if self._gate.is_closed:
+            raise shutting_down()  # a full queue is no sign of illness
         before = self._watch.num_tokens
         probe = Request(
-            request_id=f"health-{uuid.uuid4().hex}",
+            request_id=f"health_{uuid.uuid4().hex}",
             prompt_token_ids=np.zeros(1, np.int32),
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             priority=_FIRST,
@@ -56,8 +57,8 @@ class HealthRoutes:
             async with asyncio.timeout(GENERATE_TIMEOUT_S):
                 while not own.done() and self._watch.num_tokens == before:
                     await asyncio.wait({own}, timeout=_POLL_S)
-                if own.done():
-                    await own
+                if own.done() and not (await own)[0].token_ids:
+                    raise no_token(GENERATE_TIMEOUT_S)  # it was aborted
         except TimeoutError:
             raise no_token(GENERATE_TIMEOUT_S) from None
         finally:

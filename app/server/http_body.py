@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from app.server.event_stream import Disconnected
 from app.server.openai_errors import body_too_large, request_timeout, unsupported_media_type
 from app.server.parsing import Parsed, parse_body
 from app.server.texts import Texts
@@ -52,7 +53,7 @@ class BodyReader:
         except TimeoutError:
             raise request_timeout(self._timeout_s) from None
         except ClientDisconnect:
-            raise request_timeout(self._timeout_s) from None  # nobody is left to read it
+            raise Disconnected from None
         return b"".join(chunks)
 
     async def _parse(self, raw: bytes, schema: type[Schema]) -> Parsed[Schema]:

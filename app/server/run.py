@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from app.core.sampling import SamplingParams
 from app.errors import ConfigError
 from app.scheduling.request import Request
 from app.server.assembly import Parts
+from app.server.connection import Connection
 from app.server.engine_loop import EngineLoop
 from app.server.shutdown import Shutdown
 
@@ -43,7 +45,10 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(field="--host", value=host, allowed=f"an address of this machine ({error})") from error
     # The protocol is named, which `socket.create_server` does not do: asyncio sends at once only on such sockets.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise ConfigError(field="--host", value=host, allowed=f"an address of this machine ({error})") from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address[0], port))
@@ -51,6 +56,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(field="--host", value=host, allowed=f"an address of this machine ({reason})") from error
         raise ConfigError(field="--port", value=port, allowed=f"a port that is free on {host} ({reason})") from error
     return listening
 
@@ -82,6 +89,7 @@ async def serve(
     http = _HttpServer(
         uvicorn.Config(
             app,
+            http=Connection,
             lifespan="off",
             ws="none",
             log_level="error",
