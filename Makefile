@@ -16,10 +16,18 @@ BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
+AIPERF_VENV := .venv-aiperf
+
+# The TPU compiler is 700 MB that nothing else needs. Where it cannot be had, only what needs it is skipped.
+TPU_VENV    := .venv-tpu
+TPU_LOG     := $(TPU_VENV)/install.log
+TPU_SKIPPED := grep -q 'DO NOT MATCH THE HASHES' $(TPU_LOG) && exit 1; \
+  echo "SKIPPED: the TPU compiler cannot be installed: $$(grep -E 'ERROR|rror:' $(TPU_LOG) | tail -n 1)"
+
 APP_DEPS  := $(STAMPS)/app
 TEST_DEPS := $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS)
 # Suites with tools of their own have targets of their own.
-EVERY_TEST := not browser
+EVERY_TEST := not browser and not tpu and not aiperf
 ifeq ($(MODEL),no)
 EVERY_TEST += and not model
 else
@@ -28,7 +36,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve demo test test-all test-browser lint format bench bench-serve install dev model clean
+.PHONY: help serve demo test test-all test-browser test-aiperf test-tpu test-tpu-full lint format bench bench-serve \
+  install dev model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -44,10 +53,20 @@ test: $(TEST_DEPS) ## run the tests, without those marked slow
 
 test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
 	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
-	$(MAKE) test-browser
+	$(MAKE) test-browser test-aiperf test-tpu
 
 test-browser: $(TEST_DEPS) $(STAMPS)/browser ## run the tests of the page; they need Chromium on the PATH
 	$(BIN)/python -m pytest -m browser $(ARGS)
+
+test-aiperf: $(TEST_DEPS) $(AIPERF_VENV)/.stamp ## run aiperf, a public load generator, against the server (1.2 GB)
+	$(BIN)/python -m pytest -m aiperf tests/aiperf $(ARGS)
+
+test-tpu: ## compile the step programs for TPUs that are not there, and check them; has an environment of its own
+	@$(MAKE) --no-print-directory $(TPU_VENV)/.stamp || { $(TPU_SKIPPED); exit 0; }; \
+	$(TPU_VENV)/bin/python -m pytest -m tpu -n $(WORKERS) $(ARGS) tests/tpu
+
+test-tpu-full: test-tpu ## the same for every program on every TPU; writes docs/tpu-programs.md
+	@test ! -e $(TPU_VENV)/.stamp || $(TPU_VENV)/bin/python -m tests.support.tpu_table docs/tpu-programs.md
 
 lint: $(STAMPS)/dev $(APP_DEPS) ## check style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -71,7 +90,7 @@ dev: $(STAMPS)/dev $(APP_DEPS) ## install what the tests and checks need
 model: $(STAMPS)/model ## install the bundled model
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TPU_VENV) $(AIPERF_VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- .venv: one stamp for each set of packages; a newer requirements file makes its set stale -------------------
@@ -115,4 +134,18 @@ $(STAMPS)/browser: requirements/browser.txt $(STAMPS)/dev
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime
 	@echo "installing the packages of requirements/dev.txt"
 	@$(PIP) --require-hashes -r requirements/dev.txt
+	@touch $@
+
+$(AIPERF_VENV)/.stamp: tests/aiperf/requirements.txt $(STAMPS)/venv
+	@test -x $(AIPERF_VENV)/bin/python || $(BIN)/python -m venv $(AIPERF_VENV)
+	@echo "installing the packages of tests/aiperf/requirements.txt into $(AIPERF_VENV) (1.2 GB installed)"
+	@$(AIPERF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet --require-hashes -r $<
+	@touch $@
+
+$(TPU_VENV)/.stamp: requirements/tpu.txt requirements/dev.txt requirements/build.txt $(STAMPS)/venv
+	@test -x $(TPU_VENV)/bin/python || $(BIN)/python -m venv $(TPU_VENV)
+	@echo "installing the packages of requirements/tpu.txt into $(TPU_VENV) (220 MB to download, 1.5 GB installed)"
+	@$(TPU_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes \
+	  -r requirements/tpu.txt -r requirements/dev.txt -r requirements/build.txt >$(TPU_LOG) 2>&1 || \
+	  { cat $(TPU_LOG) >&2; exit 1; }
 	@touch $@

@@ -35,6 +35,8 @@ def configure_logging(
 
 
 def _rendering(fmt: Literal["console", "json"], target: TextIO) -> list[structlog.typing.Processor]:
+    # Without the values of local variables: they may be keys and prompts.
     if fmt == "json":
-        return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=target.isatty())]
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        return [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
+    return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]

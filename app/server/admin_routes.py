@@ -15,6 +15,7 @@ from app.server.cache_state import CacheSnapshot, ServerFacts, cache_state
 from app.server.engine_loop import EngineLoop
 from app.server.engine_watch import EngineWatch
 from app.server.event_stream import unless_disconnected
+from app.server.health_routes import is_probe
 from app.server.http_body import BodyReader
 from app.server.openai_errors import conflict
 from app.server.replies import json_response
@@ -100,7 +101,9 @@ class AdminRoutes:
         rid = request.rid
         aborted = self._engine.abort_matching(
             # A choice's id is that of its reply and the choice's number.
-            lambda request_id: request.abort_all or rid in (request_id, request_id.rpartition("-")[0]),
+            lambda request_id: (
+                (request.abort_all and not is_probe(request_id)) or rid in (request_id, request_id.rpartition("-")[0])
+            ),
             None,
         )
         return json_response({"aborted": aborted})

@@ -20,7 +20,13 @@ from app.server.replies import json_response
 
 GENERATE_TIMEOUT_S = 30.0
 _POLL_S = 0.05
+_PROBE = "health_"
 _FIRST = -(2**31)  # before whatever else waits
+
+
+def is_probe(request_id: str) -> bool:
+    """Whether it is a request of the server's own, of which no client knows."""
+    return request_id.startswith(_PROBE)
 
 
 class HealthRoutes:
@@ -46,7 +52,7 @@ class HealthRoutes:
             raise shutting_down()  # a full queue is no sign of illness
         before = self._watch.num_tokens
         probe = Request(
-            request_id=f"health_{uuid.uuid4().hex}",
+            request_id=f"{_PROBE}{uuid.uuid4().hex}",
             prompt_token_ids=np.zeros(1, np.int32),
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             priority=_FIRST,
