@@ -20,8 +20,7 @@ from app.config.server_args import ServerArgs
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
 from app.models.checkpoint import Progress
-from app.models.model_runner import LlamaModelRunner
-from app.providers import model, sizing
+from app.providers import device, model, sizing
 from app.providers.cache_arms import cache_arms
 from app.providers.lifecycle import Lifecycle, LocalRuntimeResource
 from app.runtime.local import new_identity
@@ -33,7 +32,7 @@ from app.scheduling.scheduler import Scheduler
 from app.text.detokenizer import IncrementalDetokenizer
 from app.text.tokenizer import load_tokenizer
 from app.tpu.kv_pool import MHATokenToKVPool
-from app.tpu.mesh import make_mesh
+from app.tpu.mesh import make_mesh, tp_rank_of
 
 # Every object is built once; ThreadSafe, because servers ask from several threads.
 Once = providers.ThreadSafeSingleton
@@ -59,17 +58,19 @@ class Container(containers.DeclarativeContainer):
     page_size = server_args.provided.page_size
     platform = Once(model.resolve_platform, server_args.provided.device)
     tp_size = server_args.provided.tp_size
-    tp_rank = providers.Object(0)  # of this process on the mesh's tensor axis: one process drives every device
-    mesh = Once(make_mesh, tp_size, platform)
+    mesh = Once(make_mesh, tp_size, platform, server_args.provided.nnodes)
+    tp_rank = Once(tp_rank_of, mesh)  # of this process's first device on the mesh's tensor axis
 
     # Memory
     dtype = Once(sizing.computation_dtype, server_args, platform)
     pool_dtype = Once(sizing.pool_dtype, server_args, platform, dtype)
-    page_spec = Once(sizing.page_spec, server_args, model_config, pool_dtype)
-    memory_bytes = Once(model.device_memory_bytes, platform)
-    pool_size = Once(sizing.pool_pages, server_args, model_config, page_spec, memory_bytes, dtype)
+    attention = Once(sizing.attention_choice, server_args, model_config, platform, pool_dtype, dtype)
+    page_spec = Once(sizing.as_stored, Once(sizing.page_spec, server_args, model_config, pool_dtype), attention)
+    memory_bytes = Once(model.memory_bytes, platform, tp_size)
+    pool_room = Once(sizing.pool_room, platform)
+    pool_size = Once(sizing.pool_pages, server_args, model_config, page_spec, memory_bytes, dtype, pool_room)
     pool_spec = Once(sizing.with_pages, page_spec, pool_size)
-    device_pool = Once(MHATokenToKVPool, pool_spec, mesh)
+    device_pool = Once(MHATokenToKVPool, pool_spec, mesh, Once(device.pool_layout, attention))
     token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, Once(new_identity))
     req_to_token_pool = Once(
         ReqToTokenPool,
@@ -80,11 +81,12 @@ class Container(containers.DeclarativeContainer):
 
     # The device side
     model_runner = Once(
-        LlamaModelRunner,
+        device.model_runner,
         config=model_config,
         weights_source=checkpoint,
         mesh=mesh,
         pool_spec=pool_spec,
+        attention=attention,
         dtype=dtype,
         progress=progress,
     )

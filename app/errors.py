@@ -17,6 +17,7 @@
     |-- IntegrityError                     a check_integrity() found a broken invariant: a bug of ours
     |-- BatchOrderError                    prepared batches executed twice or out of order
     |-- StepFailedError                    the device failed; the pool was lost and made anew
+    |-- NodesFailedError                   the device failed and the pool lies on several nodes: it is gone for good
     `-- RuntimeClosedError
 
 Errors take fields, not text, say what to do next, and survive pickling as their own class.
@@ -134,6 +135,14 @@ class BatchOrderError(AppError):
 class StepFailedError(AppError):
     def describe(self, *, reason: str, generation: int) -> str:
         return f"the device failed during a step ({reason}); the KV pool was made anew as generation {generation}"
+
+
+class NodesFailedError(AppError):
+    def describe(self, *, reason: str, num_nodes: int) -> str:
+        return (
+            f"a step failed ({reason}), and the KV pool lies on {num_nodes} nodes, which cannot make it anew one by "
+            "one: start all nodes again"
+        )
 
 
 class RuntimeClosedError(AppError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.commands.engine import open_container
+from app.commands.progress import progress_bar
 from app.config.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -25,16 +26,34 @@ class DoctorArgs:
     json: bool = False
     """Print one JSON object instead of text."""
 
+    target: str = ""
+    """A TPU that need not be here, as v5e:2x2: size the engine for it and compile its step, instead of building one."""
+
     server: ServerArgs = field(default_factory=ServerArgs)
     """The engine. Each of these can also come from the environment, as TPUKV_PAGE_SIZE and so on."""
 
 
 def run(args: DoctorArgs, opening: OpenContainer = open_container) -> int:
     """0 if everything could be built and every check holds; a check that fails raises IntegrityError."""
-    with opening(args.server, build_all) as container:
-        report = examine(container)
+    report = examine_target(args.server, args.target) if args.target else _build_and_examine(args.server, opening)
     print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0
+
+
+def _build_and_examine(server_args: ServerArgs, opening: OpenContainer) -> dict[str, Any]:
+    with opening(server_args, build_all) as container:
+        return examine(container)
+
+
+def examine_target(server_args: ServerArgs, target: str) -> dict[str, Any]:
+    """The engine on a TPU that is not here, as plain values for JSON. ConfigError when it cannot be one."""
+    from app.providers.model import open_model
+    from app.providers.target import target_facts
+
+    with progress_bar() as report:
+        made_for = open_model(server_args.model_path, report).model_config
+        report(f"compiling for {target}", 0.0)
+        return target_facts(server_args, made_for, target)
 
 
 def build_all(container: Container) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from app.commands.nodes.joining import joined
 from app.commands.progress import progress_bar
 from app.config.cache_type import CacheTypeChoice
 from app.config.checks import advice
@@ -79,12 +80,15 @@ class ContainerEngine:
 
 @contextlib.contextmanager
 def open_container(server_args: ServerArgs, prepare: Callable[[Container], object]) -> Iterator[Container]:
-    """A container on which `prepare` has run; progress is shown up to there. Closed on every way out."""
+    """A container on which `prepare` has run; progress is shown up to there. Closed on every way out.
+
+    With several nodes it is entered and left by all of them together.
+    """
     from app.containers import build_container
     from app.providers.compilation import keep_compiled_programs
 
     keep_compiled_programs()
-    with contextlib.ExitStack() as closing:
+    with joined(server_args), contextlib.ExitStack() as closing:
         with progress_bar() as report:
             container = build_container(server_args, progress=report)
             closing.callback(container.shutdown_resources)

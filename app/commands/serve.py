@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from app.commands.engine import announce_settings, open_container
+from app.commands.nodes.joining import refuse_several_nodes
 from app.config.http_args import HttpArgs
 from app.config.server_args import ServerArgs
 
@@ -31,6 +32,7 @@ def run(args: ServeArgs) -> int:
     from app.server.assembly import assemble
     from app.server.run import listen, run
 
+    refuse_several_nodes(args.server, "tpukv serve")
     parts: list[Parts] = []
 
     def prepare(container: Container) -> None:

@@ -25,6 +25,9 @@ CHUNKING_OFF = -1
 MAX_PAGE_SIZE = 1024
 MAX_RUNNING_REQUESTS = 4096
 MAX_INT32 = 2**31 - 1
+MAX_NODES = 1024
+MAX_PORT = 65535
+MAX_DIST_TIMEOUT = 86400
 MIN_POOL_PAGES = 2  # one page that can be shared, and room for the token after it
 
 
@@ -54,6 +57,18 @@ class ServerArgs:
 
     dp_size: int = 1
     """Data parallelism: engines side by side. Only 1 for now."""
+
+    nnodes: int = 1
+    """Processes that serve one model together, each on devices of its own: nodes. All get the same settings."""
+
+    node_rank: int = 0
+    """Which of the nodes this process is; node 0 is the one that the others connect to."""
+
+    dist_init_addr: str | None = None
+    """HOST:PORT of node 0, at which the nodes meet; the port after it is used as well."""
+
+    dist_timeout: int = 300
+    """Seconds that a node waits for the others when it starts."""
 
     max_running_requests: int = 16
     """Requests that run at the same time; more wait in the queue."""
@@ -102,8 +117,28 @@ class ServerArgs:
             value = getattr(self, field)
             if not accepts(value):
                 raise ConfigError(field=flag_of(field), value=value, allowed=allowed)
+        self._check_nodes()
         if self.max_total_tokens is not None:
             self._check_pool(self.max_total_tokens)
+
+    def _check_nodes(self) -> None:
+        """Settings that only mean something together, once there are several nodes."""
+        several = self.nnodes > 1
+        pairs = (
+            (self.node_rank >= self.nnodes, "node_rank", f"nodes count from 0 to {self.nnodes - 1}"),
+            (several != (self.dist_init_addr is not None), "dist_init_addr", "it is where two or more nodes meet"),
+            (self.tp_size % self.nnodes != 0, "tp_size", "every node must have the same number of devices"),
+            (several and self.max_total_tokens is None, "max_total_tokens", "say it, as it must be equal on all nodes"),
+        )
+        for wrong, field, allowed in pairs:
+            if wrong:
+                raise CacheTypeConflictError(
+                    field=flag_of(field),
+                    value=getattr(self, field),
+                    other_field="--nnodes",
+                    other_value=self.nnodes,
+                    allowed=allowed,
+                )
 
     def _check_pool(self, max_total_tokens: int) -> None:
         """What depends on the size of the pool, where it is given."""
@@ -162,6 +197,18 @@ def _whole_or_none(field: str, low: int, high: int) -> _Rule:
     return rule._replace(accepts=lambda value: value is None or rule.accepts(value))
 
 
+def _address_or_none(field: str) -> _Rule:
+    allowed = f"HOST:PORT, with a port from 1 to {MAX_PORT - 1}"
+    return _Rule(field, lambda value: value is None or _is_address(value), allowed)
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    host, _, port = value.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 1 <= int(port) < MAX_PORT
+
+
 def _chunk_size(field: str) -> _Rule:
     rule = _whole(field, CHUNKING_OFF, MAX_INT32)
     allowed = f"a whole number, 1 to {MAX_INT32}, or {CHUNKING_OFF} to compute whole prompts at once"
@@ -180,6 +227,10 @@ _RULES: tuple[_Rule, ...] = (
     _whole("page_size", 1, MAX_PAGE_SIZE),
     _whole("tp_size", 1, MAX_INT32),
     _only_one("dp_size"),
+    _whole("nnodes", 1, MAX_NODES),
+    _whole("node_rank", 0, MAX_NODES - 1),
+    _address_or_none("dist_init_addr"),
+    _whole("dist_timeout", 1, MAX_DIST_TIMEOUT),
     _whole("max_running_requests", 1, MAX_RUNNING_REQUESTS),
     _whole_or_none("max_total_tokens", 1, MAX_INT32),
     _whole_or_none("context_length", 2, MAX_INT32),

@@ -23,15 +23,26 @@ class PoolSpec:
     num_kv_heads: int  # over all tensor-parallel ranks, after replication
     head_dim: int
     dtype: str  # element type as stored: "float32", "bfloat16", or "bfloat16_bits" (uint16 holding bfloat16)
+    # Zeros stored beside every head and after every rank's heads, where an attention kernel needs whole tiles.
+    extra_kv_heads: int = 0  # over all ranks
+    extra_head_dim: int = 0
 
     @property
     def bytes_per_element(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
     @property
+    def stored_kv_heads(self) -> int:
+        return self.num_kv_heads + self.extra_kv_heads
+
+    @property
+    def stored_head_dim(self) -> int:
+        return self.head_dim + self.extra_head_dim
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page, keys and values of every layer together."""
-        elements = 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim
+        """Bytes of one page, keys and values of every layer together, over all ranks."""
+        elements = 2 * self.num_layers * self.page_size * self.stored_kv_heads * self.stored_head_dim
         return elements * self.bytes_per_element
 
 

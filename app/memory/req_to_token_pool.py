@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.core.batch import PageRewrite
 from app.errors import IntegrityError, OutOfRequestSlotsError, StaleHandleError
+from app.tpu.program import Program, from_host, replicated
 
 _SMALLEST_DELTA = 16
 
@@ -49,7 +50,8 @@ class ReqToTokenPool:
     def open(self) -> None:
         """Allocate the device table, all padding."""
         sharding = NamedSharding(self._mesh, PartitionSpec())
-        self._device = jax.device_put(np.zeros((self.num_rows, self.max_pages), np.int32), sharding)
+        # Not device_put of a host array: with several nodes that would compare it over all of them.
+        self._device = jnp.zeros((self.num_rows, self.max_pages), jnp.int32, device=sharding)
 
     def close(self) -> None:
         self._device = None
@@ -175,3 +177,10 @@ def gather_rows(table: jax.Array, slots: jax.Array, width: int) -> jax.Array:
     """(n, width) int32: the first `width` pages of each row; for use inside a jit. Out-of-range slots read row 0."""
     rows = jnp.where(slots < table.shape[0], slots, 0)
     return jax.lax.dynamic_slice_in_dim(table, 0, width, axis=1)[rows]
+
+
+def table_programs(*, num_rows: int, max_pages: int, num_cells: int, mesh: Mesh) -> list[Program]:
+    """What `apply` dispatches for a step that changes `num_cells` cells."""
+    table = replicated(mesh, (num_rows, max_pages), np.int32)
+    cells = from_host((3, max(_SMALLEST_DELTA, 1 << (num_cells - 1).bit_length())), np.int32)
+    return [Program(name="page_table_update", function=_scatter, arguments=(table, cells), donated=(table,))]

@@ -15,16 +15,15 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from app.config.model_config import ModelConfig
 from app.models.layers.norms import rms_norm
 from app.models.layers.rope import rotate
-from app.tpu.kv_pool import write_tokens
 from app.tpu.mesh import TENSOR_AXIS
 
 Array = TypeVar("Array")
+KV = TypeVar("KV")
 
 FEW_TOKENS = 64  # up to here the CPU backend is quicker with the matrix on the left; from 128 on it is slower
 
@@ -118,41 +117,25 @@ def partition(axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(MESH_AXES[axis] for axis in axes))
 
 
-# (queries, keys, values) -> attended: queries (T, heads, head_dim), pool arrays, (T, heads * head_dim)
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-class TokenPlace(NamedTuple):
-    """Where T tokens stand: their pages and offsets in the pool, (T,) int32, and their rotation."""
-
-    pages: jax.Array
-    offsets: jax.Array
-    cos: jax.Array  # (T, 1, head_dim // 2) float32
-    sin: jax.Array
+# How a driver stores and attends: T new tokens' unscaled queries (T, heads, head_dim), keys and values (T, kv_heads,
+# head_dim), and whatever the driver holds a layer's KV in -> attended (T, heads * head_dim), the KV with theirs.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, KV], tuple[jax.Array, KV]]
+Rotation = tuple[jax.Array, jax.Array]  # cosines and sines of T positions, (T, 1, head_dim // 2) float32 each
 
 
 def layer(
-    weights: LayerWeights,
-    hidden: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    place: TokenPlace,
-    attend: Attend,
-    config: ModelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One decoder layer over T tokens, (T, embed) -> (hidden, keys, values): writes their KV first, attends after."""
+    weights: LayerWeights, hidden: jax.Array, kv: KV, rotation: Rotation, attend: Attend[KV], config: ModelConfig
+) -> tuple[jax.Array, KV]:
+    """One decoder layer over T tokens, (T, embed) -> (hidden, kv). `attend` writes their KV first and attends after."""
     normed = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
     q = _heads(normed, weights.q, weights.q_bias, weights.q_norm, config)
     k = _heads(normed, weights.k, weights.k_bias, weights.k_norm, config)
     v = _linear(normed, weights.v, weights.v_bias)
-    q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
-    keys = write_tokens(keys, place.pages, place.offsets, k.reshape(v.shape))
-    values = write_tokens(values, place.pages, place.offsets, v)
-    attended = attend(q * config.head_dim**-0.5, keys, values)
+    attended, kv = attend(rotate(q, *rotation), rotate(k, *rotation), v.reshape(k.shape), kv)
     hidden = hidden + _summed(_linear(attended, weights.o))
     normed = rms_norm(hidden, weights.ffn_norm, config.rms_norm_eps)
     inner = jax.nn.silu(_linear(normed, weights.gate)) * _linear(normed, weights.up)
-    return hidden + _summed(_linear(inner, weights.down)), keys, values
+    return hidden + _summed(_linear(inner, weights.down)), kv
 
 
 def embed(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -206,9 +189,3 @@ def _matrix_first(x: jax.Array, matrix: jax.Array, dtype: jnp.dtype) -> jax.Arra
 def _summed(partial: jax.Array) -> jax.Array:
     """The sum over ranks. XLA's CPU backend would keep the all-reduce of one rank, at the cost of fusing around it."""
     return partial if jax.lax.axis_size(TENSOR_AXIS) == 1 else jax.lax.psum(partial, TENSOR_AXIS)
-
-
-def replicate_heads(tensor: np.ndarray, head_dim: int, copies: int) -> np.ndarray:
-    """Each KV head `copies` times in a row: (kv_heads * head_dim, ...) -> (copies * kv_heads * head_dim, ...)."""
-    by_head = tensor.reshape(-1, head_dim, *tensor.shape[1:])
-    return np.repeat(by_head, copies, axis=0).reshape(-1, *tensor.shape[1:])

@@ -10,32 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from app.config.model_config import Component, ModelConfig
-from app.config.parallel import padded_kv_heads
+from app.config.model_config import ModelConfig
 from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec
-from app.errors import ConfigError, RuntimeClosedError
+from app.errors import RuntimeClosedError
 from app.models import llama
-from app.models.layers.attention import decode_attention, extend_attention
+from app.models.layers.attention import PageReader, decode_attention, extend_attention, separate_arrays
 from app.models.layers.rope import inverse_frequencies, rotation
-from app.models.llama import Attend, LayerWeights, ModelWeights, TensorPlan, TokenPlace
-from app.tpu.kv_pool import POOL_PARTITION, KVBuffers, locate
+from app.models.llama import LayerWeights, ModelWeights
+from app.models.steps import DecodeRows, ExtendRows, TokenPlaces, decode_places, extend_places, last_tokens
+from app.models.weights_on_mesh import WeightShapes, WeightsSource, kv_heads_on_mesh
+from app.tpu.kv_pool import write_tokens
 from app.tpu.mesh import TENSOR_AXIS
+from app.tpu.pool_layout import ArrayPerLayer, KVBuffers
 
 MAX_GROUPS = 4  # layer programs a call: two steps that decode, extend and sample stay below the CPU client's 32
 REPLICATED = PartitionSpec()
-
-
-class WeightsSource(Protocol):
-    def tensor(self, name: str) -> np.ndarray:
-        """The weight of that Hugging Face name, (out, in) for matrices, any float type. Raises KeyError."""
-        ...
 
 
 class LlamaModelRunner:
@@ -61,10 +57,9 @@ class LlamaModelRunner:
         """
         self._config = config
         self._source = weights_source
-        self._mesh = mesh
-        self._dtype = np.dtype(jnp.dtype(dtype))
         self._progress = progress or (lambda what, fraction: None)
-        self._num_kv_heads = _check(config, mesh.shape[TENSOR_AXIS], pool_spec)
+        num_kv_heads = kv_heads_on_mesh(config, mesh.shape[TENSOR_AXIS], pool_spec)
+        self._shapes = WeightShapes(config, mesh, num_kv_heads, np.dtype(jnp.dtype(dtype)))
         self._groups = layer_groups(config.num_layers)
         self._programs = _Programs(config, mesh)
         self._weights: ModelWeights | None = None
@@ -95,11 +90,10 @@ class LlamaModelRunner:
         """-> (buffers, logits (S, vocab_size) float32 of each row's last token). T >= 2."""
         weights = self._loaded()
         hidden = self._programs.embed(weights.embedding, inputs.token_ids)
-        chunks = (inputs.chunk_starts, inputs.chunk_lengths)
-        rows = (*chunks, inputs.prefix_lengths, inputs.page_table)
+        rows = (inputs.chunk_starts, inputs.chunk_lengths, inputs.prefix_lengths, inputs.page_table)
         program = partial(self._programs.extend, max_chunk=inputs.max_chunk)
         buffers, hidden = self._run_groups(program, weights, buffers, hidden, rows)
-        return buffers, self._programs.last_logits(weights.head, weights.final_norm, hidden, *chunks)
+        return buffers, self._programs.last_logits(weights.head, weights.final_norm, hidden, *rows)
 
     def _run_groups(
         self,
@@ -124,25 +118,15 @@ class LlamaModelRunner:
 
     def _load(self) -> ModelWeights:
         config = self._config
+        place = partial(self._shapes.place, self._source)
         plans = llama.layer_plans(config)
         layers = []
         for index in range(config.num_layers):
             self._progress(f"layer {index + 1} of {config.num_layers}", index / config.num_layers)
-            layers.append(llama.layer_of({field: self._place(plan, index) for field, plan in plans.items()}))
-        embedding = self._place(llama.EMBEDDING_PLAN)
-        head = embedding if config.tie_word_embeddings else self._place(llama.HEAD_PLAN)
-        return ModelWeights(tuple(layers), embedding, head, self._place(llama.FINAL_NORM_PLAN))
-
-    def _place(self, plan: TensorPlan, layer: int | None = None) -> jax.Array:
-        """One weight on the mesh, replicated and padded as its axes ask. The source's array is copied, not kept."""
-        tensor = np.array(self._source.tensor(plan.name.format(layer)), dtype=self._dtype)
-        if plan.axes[0] == "kv_heads":
-            copies = self._num_kv_heads // self._config.num_kv_heads
-            tensor = llama.replicate_heads(tensor, self._config.head_dim, copies)
-        if plan.axes[0] == "vocab":
-            missing = -tensor.shape[0] % self._mesh.shape[TENSOR_AXIS]
-            tensor = np.pad(tensor, ((0, missing), (0, 0)))
-        return jax.device_put(tensor, NamedSharding(self._mesh, llama.partition(plan.axes)))
+            layers.append(llama.layer_of({field: place(plan, index) for field, plan in plans.items()}))
+        embedding = place(llama.EMBEDDING_PLAN)
+        head = embedding if config.tie_word_embeddings else place(llama.HEAD_PLAN)
+        return ModelWeights(tuple(layers), embedding, head, place(llama.FINAL_NORM_PLAN))
 
 
 def layer_groups(num_layers: int) -> tuple[slice, ...]:
@@ -152,19 +136,11 @@ def layer_groups(num_layers: int) -> tuple[slice, ...]:
     return tuple(slice(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
 
 
-def _check(config: ModelConfig, tp_size: int, spec: PoolSpec) -> int:
-    """-> KV heads over all ranks."""
-    if Component.SWA in config.components:
-        raise ConfigError(field="model", value=config.architecture, allowed="sliding windows are not supported yet")
-    num_kv_heads = padded_kv_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if config.intermediate_size % tp_size:
-        allowed = f"the model's intermediate size {config.intermediate_size} must divide evenly"
-        raise ConfigError(field="--tp-size", value=tp_size, allowed=allowed)
-    shape = (config.num_layers, num_kv_heads, config.head_dim)
-    if shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
-        allowed = f"the model needs layers, KV heads and head_dim of {shape}"
-        raise ConfigError(field="pool_spec", value=spec, allowed=allowed)
-    return num_kv_heads
+class _LayerKV(NamedTuple):
+    """One layer's arrays."""
+
+    keys: jax.Array
+    values: jax.Array
 
 
 class _Programs:
@@ -209,84 +185,64 @@ class _Programs:
         layer_partitions = (self._layer_partition,) * len(layers)
         return self._on_ranks(
             share,
-            in_specs=(POOL_PARTITION, layer_partitions, REPLICATED, *(REPLICATED,) * len(rows)),
-            out_specs=(POOL_PARTITION, REPLICATED),
+            in_specs=(ArrayPerLayer.partition, layer_partitions, REPLICATED, *(REPLICATED,) * len(rows)),
+            out_specs=(ArrayPerLayer.partition, REPLICATED),
         )
 
     def _decode_share(
-        self,
-        buffers: KVBuffers,
-        layers: tuple[LayerWeights, ...],
-        hidden: jax.Array,
-        lengths: jax.Array,
-        page_table: jax.Array,
+        self, buffers: KVBuffers, layers: tuple[LayerWeights, ...], hidden: jax.Array, *rows: jax.Array
     ) -> tuple[KVBuffers, jax.Array]:
-        positions = lengths - 1
-        pages, offsets = locate(page_table, jnp.arange(lengths.size), positions, lengths > 0, buffers.keys[0])
-        place = TokenPlace(pages, offsets, *rotation(positions, self._frequencies))
-        attend = partial(decode_attention, page_table=page_table, lengths=lengths)
-        return self._through(buffers, layers, hidden, place, attend)
+        step = DecodeRows(*rows)
+        places = decode_places(step, buffers.keys[0])
+
+        def attend(query: jax.Array, layer: PageReader) -> jax.Array:
+            return decode_attention(query, layer, step.page_table, step.lengths)
+
+        return self._through(buffers, layers, hidden, places, attend)
 
     def _extend_share(
-        self,
-        buffers: KVBuffers,
-        layers: tuple[LayerWeights, ...],
-        hidden: jax.Array,
-        chunk_starts: jax.Array,
-        chunk_lengths: jax.Array,
-        prefix_lengths: jax.Array,
-        page_table: jax.Array,
-        max_chunk: int,
+        self, buffers: KVBuffers, layers: tuple[LayerWeights, ...], hidden: jax.Array, *rows: jax.Array, max_chunk: int
     ) -> tuple[KVBuffers, jax.Array]:
-        index = jnp.arange(hidden.shape[0])
-        inside = (index >= chunk_starts[:, None]) & (index < (chunk_starts + chunk_lengths)[:, None])  # (S, T)
-        valid, rows = inside.any(axis=0), inside.argmax(axis=0)
-        positions = prefix_lengths[rows] + index - chunk_starts[rows]
-        pages, offsets = locate(page_table, rows, positions, valid, buffers.keys[0])
-        place = TokenPlace(pages, offsets, *rotation(positions, self._frequencies))
-        attend = partial(
-            extend_attention,
-            page_table=page_table,
-            chunk_starts=chunk_starts,
-            chunk_lengths=chunk_lengths,
-            prefix_lengths=prefix_lengths,
-            max_chunk=max_chunk,
-        )
-        return self._through(buffers, layers, hidden, place, attend)
+        step = ExtendRows(*rows)
+        places = extend_places(step, hidden.shape[0], buffers.keys[0])
+
+        def attend(query: jax.Array, layer: PageReader) -> jax.Array:
+            return extend_attention(query, layer, step, max_chunk)
+
+        return self._through(buffers, layers, hidden, places, attend)
 
     def _through(
         self,
         buffers: KVBuffers,
         layers: tuple[LayerWeights, ...],
         hidden: jax.Array,
-        place: TokenPlace,
-        attend: Attend,
+        places: TokenPlaces,
+        attend: Callable[[jax.Array, PageReader], jax.Array],
     ) -> tuple[KVBuffers, jax.Array]:
+        config = self._config
+        turns = rotation(places.positions, self._frequencies)
+
+        def write_and_attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: _LayerKV) -> tuple[jax.Array, _LayerKV]:
+            flat = (k.shape[0], -1)
+            keys = write_tokens(kv.keys, places.pages, places.offsets, k.reshape(flat))
+            values = write_tokens(kv.values, places.pages, places.offsets, v.reshape(flat))
+            attended = attend(q * config.head_dim**-0.5, separate_arrays(keys, values, config.head_dim))
+            return attended, _LayerKV(keys, values)
+
         # A jit within the program: all layers are traced and lowered once, which is most of starting from a warm cache.
         @jax.jit
-        def layer(
-            weights: LayerWeights, hidden: jax.Array, keys: jax.Array, values: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return llama.layer(weights, hidden, keys, values, place, attend, self._config)
+        def layer(weights: LayerWeights, hidden: jax.Array, kv: _LayerKV) -> tuple[jax.Array, _LayerKV]:
+            return llama.layer(weights, hidden, kv, turns, write_and_attend, config)
 
-        written_keys, written_values = [], []
-        for weights, keys, values in zip(layers, buffers.keys, buffers.values, strict=True):
-            hidden, keys, values = layer(weights, hidden, keys, values)
-            written_keys.append(keys)
-            written_values.append(values)
-        return KVBuffers(tuple(written_keys), tuple(written_values)), hidden
+        written = []
+        for weights, kv in zip(layers, map(_LayerKV, buffers.keys, buffers.values), strict=True):
+            hidden, kv = layer(weights, hidden, kv)
+            written.append(kv)
+        return KVBuffers(tuple(kv.keys for kv in written), tuple(kv.values for kv in written)), hidden
 
     def _logits(self, head: jax.Array, final_norm: jax.Array, hidden: jax.Array) -> jax.Array:
         shares = self._logit_shares(head, final_norm, hidden)
         return jax.lax.with_sharding_constraint(shares, self._replicated)[:, : self._config.vocab_size]
 
-    def _last_logits(
-        self,
-        head: jax.Array,
-        final_norm: jax.Array,
-        hidden: jax.Array,
-        chunk_starts: jax.Array,
-        chunk_lengths: jax.Array,
-    ) -> jax.Array:
-        last = jnp.maximum(chunk_starts + chunk_lengths - 1, 0)
-        return self._logits(head, final_norm, hidden[last])
+    def _last_logits(self, head: jax.Array, final_norm: jax.Array, hidden: jax.Array, *rows: jax.Array) -> jax.Array:
+        return self._logits(head, final_norm, hidden[last_tokens(ExtendRows(*rows))])

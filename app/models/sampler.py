@@ -21,8 +21,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from app.core.sampling import MAX_LOGPROBS, SamplingParams
+from app.tpu.program import Program, from_host, replicated
 
 _LOWEST = int(np.array(-np.inf, np.float32).view(np.int32)) ^ 0x7FFFFFFF  # -inf in the integer order of floats
 
@@ -272,3 +274,42 @@ def _set_row(arrays: PenaltyArrays, row: tuple[jax.Array, ...], slot: jax.Array)
 @partial(jax.jit, donate_argnums=0)
 def _count(counts: jax.Array, slots: jax.Array, token_ids: jax.Array) -> jax.Array:
     return counts.at[slots, token_ids].add(1, mode="drop")
+
+
+def sampler_programs(*, num_rows: int, batch: int, vocab_size: int, mesh: Mesh) -> list[Program]:
+    """`sample` at its cheapest and at its dearest, and what penalties add, for `batch` of `num_rows` rows."""
+    logits = replicated(mesh, (batch, vocab_size), jnp.float32)
+    rows = jax.tree.map(lambda column: from_host(column.shape, column.dtype), greedy_rows(batch))
+    slots, column = from_host((batch,), jnp.int32), from_host((batch,), jnp.float32)
+    types = (jnp.int32, jnp.bool_, jnp.float32)
+    tables = PenaltyArrays(*(from_host((num_rows, vocab_size), dtype) for dtype in types))
+    row = tuple(from_host((vocab_size,), dtype) for dtype in types)
+    penalties = PenaltyRows(tables, slots, column, column, column)
+    dearest = SamplingVariant(Choice.FILTERED, Logprobs.TOP)
+    token_ids = replicated(mesh, (batch,), jnp.int32)
+    return [
+        Program(
+            name="sample_greedy",
+            function=sample,
+            arguments=(logits, rows, None),
+            statics={"variant": SamplingVariant()},
+        ),
+        Program(
+            name="sample_everything",
+            function=sample,
+            arguments=(logits, rows, penalties),
+            statics={"variant": dearest},
+        ),
+        Program(
+            name="penalties_begin",
+            function=_set_row,
+            arguments=(tables, row, from_host((), jnp.int32)),
+            donated=(tables,),
+        ),
+        Program(
+            name="penalties_count",
+            function=_count,
+            arguments=(tables.output_counts, slots, token_ids),
+            donated=(tables.output_counts,),
+        ),
+    ]

@@ -35,8 +35,8 @@ def resolve_platform(device: str) -> str:
     return "tpu"
 
 
-def device_memory_bytes(platform: str) -> int:
-    """Memory that weights and pool may share, of one device."""
+def memory_bytes(platform: str, tp_size: int) -> int:
+    """Memory that weights and pool may share, of all the devices together. The CPU's devices share the machine's."""
     if platform == "cpu":
         return host_memory_bytes()
-    return int(jax.devices(platform)[0].memory_stats()["bytes_limit"])
+    return tp_size * int(jax.devices(platform)[0].memory_stats()["bytes_limit"])

@@ -7,6 +7,7 @@ from typing import Any
 from app.config.checks import advice
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.containers import Container
+from app.providers.device import pool_layout
 from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, bucket
 
 
@@ -15,7 +16,7 @@ def engine_facts(container: Container) -> dict[str, Any]:
     args = container.server_args()
     cache = container.cache_type()
     served, made_for = container.model_config(), container.base_model_config()
-    spec = container.device_pool().spec
+    spec, attention = container.device_pool().spec, container.attention()
     devices = list(container.mesh().devices.flat)
     dtype = container.dtype()
     pool_tokens = spec.num_pages * spec.page_size
@@ -27,6 +28,9 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "tp_size": container.tp_size(),
         "architecture": served.architecture,
         "model_components": sorted(component.value for component in served.components),
+        "attention": attention.kind.value,
+        "attention_reason": attention.reason,
+        "pool_layout": type(pool_layout(attention)).__name__,
         "dtype": dtype,
         "weights_bytes": served.num_parameters * (4 if dtype == "float32" else 2),
         "context_length": served.context_length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config.checks import check_against_model
@@ -12,13 +12,30 @@ from app.config.parallel import padded_kv_heads
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
+from app.models.layers.attention_choice import AttentionChoice, choose_attention
 from app.scheduling.limits import SchedulerLimits
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# Of what the weights leave: the rest is for compiled programs, activations and whoever else is on the machine.
-_POOL_SHARE = 0.5
-# More than this many of the longest requests at once gain nothing on a CPU, and touching the memory takes time.
-_CPU_FULL_CONTEXTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRoom:
+    """How much of a platform's memory a pool takes that nobody gave a size."""
+
+    share: float  # of what the weights leave: the rest is for compiled programs, activations and whoever else is there
+    full_contexts: int | None = None  # no more than so many of the longest requests
+
+
+_ROOM = {
+    # More of the longest requests at once gain nothing on a CPU, and touching the memory takes time.
+    "cpu": PoolRoom(share=0.5, full_contexts=2),
+    # tests/tpu compiles the step programs of real models beside a pool of this size.
+    "tpu": PoolRoom(share=0.85),
+}
+
+
+def pool_room(platform: str) -> PoolRoom:
+    return _ROOM[platform]
 
 
 def served_model(args: ServerArgs, model: ModelConfig) -> ModelConfig:
@@ -58,8 +75,32 @@ def page_spec(args: ServerArgs, model: ModelConfig, stored: str) -> PoolSpec:
     )
 
 
-def pool_pages(args: ServerArgs, model: ModelConfig, page: PoolSpec, memory_bytes: int, dtype: str) -> int:
-    """Pages of the pool: as asked, else what memory allows after the weights. ConfigError if that serves no request."""
+def attention_choice(
+    args: ServerArgs, model: ModelConfig, platform: str, stored: str, computed: str
+) -> AttentionChoice:
+    """stored, computed: types of the pool's elements and of activations."""
+    return choose_attention(
+        platform=platform,
+        num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+        head_dim=model.head_dim,
+        tp_size=args.tp_size,
+        pool_dtype=stored,
+        dtype=computed,
+    )
+
+
+def as_stored(page: PoolSpec, attention: AttentionChoice) -> PoolSpec:
+    """The page with the padding that the attention asks for."""
+    return replace(page, extra_kv_heads=attention.extra_kv_heads, extra_head_dim=attention.extra_head_dim)
+
+
+def pool_pages(
+    args: ServerArgs, model: ModelConfig, page: PoolSpec, memory_bytes: int, dtype: str, room: PoolRoom
+) -> int:
+    """Pages of the pool: as asked, else what memory allows after the weights. ConfigError if that serves no request.
+
+    page, memory_bytes: over all ranks.
+    """
     left = memory_bytes - model.num_parameters * (4 if dtype == "float32" else 2)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // args.page_size
@@ -71,7 +112,9 @@ def pool_pages(args: ServerArgs, model: ModelConfig, page: PoolSpec, memory_byte
                 "the memory that the weights leave",
             )
         return pages
-    pages = min(int(left * _POOL_SHARE) // page.page_bytes, _CPU_FULL_CONTEXTS * model.context_length // args.page_size)
+    pages = int(left * room.share) // page.page_bytes
+    if room.full_contexts is not None:
+        pages = min(pages, room.full_contexts * model.context_length // args.page_size)
     if pages * args.page_size < model.context_length:
         raise ConfigError(
             field="--context-length",

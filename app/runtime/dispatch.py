@@ -13,12 +13,14 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from app.core.batch import BatchPlan
 from app.core.ports import DecodeInputs, ExtendInputs, ModelRunner
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta, gather_rows
 from app.models.sampler import SampledTokens
 from app.runtime.row_sampling import RowSampling, feed
+from app.tpu.program import Program, from_host, replicated
 
 MIN_ROWS = 2  # a program with one row writes its KV a hundred times slower on CPU
 MIN_CHUNK = 16
@@ -121,3 +123,10 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
     padded = np.zeros(size, np.int32)
     padded[: values.size] = values
     return padded
+
+
+def table_row_programs(*, num_rows: int, max_pages: int, batch: int, width: int, mesh: Mesh) -> list[Program]:
+    """What cuts a section's page table, (batch, width), out of the table of all rows."""
+    table = replicated(mesh, (num_rows, max_pages), np.int32)
+    arguments = (table, from_host((batch,), np.int32))
+    return [Program(name="page_table_rows", function=_page_table, arguments=arguments, statics={"width": width})]

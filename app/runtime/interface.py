@@ -39,7 +39,9 @@ class RuntimeInterface(Protocol):
     def execute_batch(self, prepared: PreparedBatch) -> StepHandle:
         """Dispatch and return at once. Prepared batches are executed once, in the order in which they were prepared.
 
-        At most one earlier step may be un-waited-for. A device failure is told by the completion, not raised here.
+        At most one earlier step may be un-waited-for. A device failure is told by the completion, not raised here,
+        unless the pool lies on several nodes: then it is for good, and all calls, and the handle's `wait`, raise
+        NodesFailedError.
         """
         ...
 

@@ -5,6 +5,9 @@ Life of a batch:     prepare_batch --> PREPARED --> execute_batch --> RUNNING --
 
 When the device fails, the donated pool is gone: the step and every later one fail, the pool is made anew under the next
 generation, and whatever was prepared before is refused. What earlier steps produced can still be read.
+
+A pool on several nodes is not made anew: whether the others saw the failure, and in which step, this process cannot
+know, and nodes that disagree about that wait for each other for ever. NodesFailedError is raised, then and ever after.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import structlog
@@ -23,6 +26,7 @@ from app.core.ports import ModelRunner
 from app.errors import (
     BatchOrderError,
     IntegrityError,
+    NodesFailedError,
     OutOfPagesError,
     OutOfRequestSlotsError,
     RuntimeClosedError,
@@ -49,6 +53,11 @@ class OwnedPool(LentPool, Protocol):
     def close(self) -> None: ...
 
     def reset(self) -> None: ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Processes that hold a share of it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +102,7 @@ class LocalRuntime:
         self._unread: list[LocalStepHandle] = []  # dispatched, oldest first
         self._carried: list[TableDelta] = []  # of discarded batches: rewrites that still hold
         self._next_batch_id = 0
+        self._failure: NodesFailedError | None = None
 
     @property
     def identity(self) -> CacheIdentity:
@@ -263,6 +273,8 @@ class LocalRuntime:
 
     def _lose_pool(self, batch_id: int, reason: str) -> None:
         """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
+        if self._pool.num_nodes > 1:
+            self._give_up(batch_id, NodesFailedError(reason=reason, num_nodes=self._pool.num_nodes))
         reason = str(StepFailedError(reason=reason, generation=self.identity.generation + 1))
         _log.error("pool_lost", reason=reason, unread_steps=len(self._unread))
         for handle in list(self._unread):
@@ -273,6 +285,18 @@ class LocalRuntime:
         self._pool.reset()
         self._start_generation()
 
+    def _give_up(self, batch_id: int, failure: NodesFailedError) -> NoReturn:
+        """Nothing more is run here. Steps before `batch_id` can be read; everything else raises `failure`."""
+        _log.error("nodes_failed", reason=str(failure), unread_steps=len(self._unread))
+        self._failure = failure
+        for handle in list(self._unread):
+            if handle.batch_id < batch_id:
+                handle.salvage()
+            else:
+                handle.abandoned(failure)
+        self._unread.clear()
+        raise failure
+
     def _start_generation(self) -> None:
         runtime_id, generation = self.identity
         self._allocator.reset(CacheIdentity(runtime_id, Generation(generation + 1)))
@@ -282,6 +306,8 @@ class LocalRuntime:
         self._sampling.reset()
 
     def _require_open(self, action: str) -> None:
+        if self._failure is not None:
+            raise self._failure
         if not self._is_open:
             raise RuntimeClosedError(action=action)
 

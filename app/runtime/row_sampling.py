@@ -26,6 +26,7 @@ from app.models.sampler import (
     sample,
     split_seed,
 )
+from app.tpu.program import Program, from_host, replicated
 
 _GREEDY = SamplingParams()
 
@@ -50,9 +51,8 @@ class RowSampling:
         self._last_tokens: Any = None
 
     def open(self) -> None:
-        self._last_tokens = jax.device_put(
-            np.zeros(self._num_rows, np.int32), NamedSharding(self._mesh, PartitionSpec())
-        )
+        sharding = NamedSharding(self._mesh, PartitionSpec())
+        self._last_tokens = jnp.zeros(self._num_rows, jnp.int32, device=sharding)
 
     def close(self) -> None:
         self._tables.close()
@@ -150,3 +150,13 @@ def _remember(last_tokens: jax.Array, slots: jax.Array, token_ids: jax.Array) ->
 def feed(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
     """(B,) int32: the token that each row's next step computes."""
     return jnp.take(last_tokens, slots, mode="clip")
+
+
+def sampling_programs(*, num_rows: int, batch: int, mesh: Mesh) -> list[Program]:
+    """What one section of a step of `batch` rows dispatches beside the model and the sampler."""
+    last_tokens = replicated(mesh, (num_rows,), np.int32)
+    slots, sampled = from_host((batch,), np.int32), replicated(mesh, (batch,), np.int32)
+    return [
+        Program(name="feed", function=feed, arguments=(last_tokens, slots)),
+        Program(name="remember", function=_remember, arguments=(last_tokens, slots, sampled), donated=(last_tokens,)),
+    ]

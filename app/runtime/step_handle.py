@@ -9,9 +9,11 @@ import numpy as np
 
 from app.core.batch import NO_TOKEN, BatchCompletion
 from app.core.handles import CacheIdentity
+from app.errors import AppError
 from app.runtime.dispatch import SectionResult
 
 _POLL_SECONDS = 0.0005
+_DEVICE_ERRORS = (RuntimeError, ValueError)  # JAX's own are RuntimeErrors; a collective that fails may be a ValueError
 
 
 class LocalStepHandle:
@@ -35,6 +37,7 @@ class LocalStepHandle:
         self._on_failure = on_failure
         self._sections: list[SectionResult] = []
         self._failure: str | None = None
+        self._fatal: AppError | None = None
         self._completion: BatchCompletion | None = None
 
     @property
@@ -50,18 +53,23 @@ class LocalStepHandle:
         self._failure = reason
         self._sections = []
 
+    def abandoned(self, error: AppError) -> None:
+        """The runtime is over: whoever waits for this step gets `error`."""
+        self._fatal = error
+        self._sections = []
+
     def salvage(self) -> None:
         """Read it now, because a later step lost the pool: what this one produced stands, unless it failed as well."""
         try:
             self._completion = self._collect()
-        except RuntimeError as error:
+        except _DEVICE_ERRORS as error:
             self.failed(_described(error))
         else:
             self._sections = []
             self._on_read(self)
 
     def done(self) -> bool:
-        if self._completion is not None or self._failure is not None:
+        if self._completion is not None or self._failure is not None or self._fatal is not None:
             return True
         arrays = [array for section in self._sections for array in section.sampled]
         return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
@@ -83,11 +91,13 @@ class LocalStepHandle:
             time.sleep(_POLL_SECONDS)
 
     def _read(self) -> BatchCompletion:
-        if self._failure is None:
+        if self._failure is None and self._fatal is None:
             try:
                 return self._collect()
-            except RuntimeError as error:
+            except _DEVICE_ERRORS as error:
                 self._on_failure(self._batch_id, _described(error))
+        if self._fatal is not None:
+            raise self._fatal
         return BatchCompletion(
             batch_id=self._batch_id,
             identity=self._identity(),
@@ -124,6 +134,6 @@ class LocalStepHandle:
         )
 
 
-def _described(error: RuntimeError) -> str:
-    """What the device says; JAX's errors are RuntimeErrors."""
+def _described(error: Exception) -> str:
+    """What the device says."""
     return f"{type(error).__name__}: {error}"

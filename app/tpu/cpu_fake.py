@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from app.config.model_config import ModelConfig
 from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec
-from app.tpu.kv_pool import KVBuffers, MHATokenToKVPool, locate
+from app.tpu.kv_pool import MHATokenToKVPool, locate
 from app.tpu.mesh import make_mesh
+from app.tpu.pool_layout import KVBuffers
 
 POISON = 12289  # exact in every stored type; finite, because a masked NaN would still spread
 LOGIT_SCALE = 16.0  # logits lie in [0, 16)

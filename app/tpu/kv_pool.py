@@ -1,12 +1,4 @@
-"""The paged KV pool on the device: one array of keys and one of values for each layer.
-
-Layout of every array, described here and nowhere else:
-
-    (num_pages + 1, page_size, num_kv_heads * head_dim)     heads sharded over the mesh's "tensor" axis
-
-Heads lie flat in the last axis: a page is one contiguous piece, which gathers fastest on CPU, and TPU scatters into
-it without a copy, where (heads, head_dim) axes that do not fill a tile cost two copies of the pool. Arrays of separate
-layers, not one with a layer axis, because slicing a layer out of a big array inside a program copies.
+"""The paged KV pool on the device. How its arrays lie in memory is its layout's business: app/tpu/pool_layout.py.
 
 Page 0 is read for what a page table leaves empty, and nothing is ever written to it: writes of padding rows carry an
 index beyond the last page and are dropped.
@@ -19,28 +11,17 @@ The arrays belong to the pool and are lent for one dispatch at a time:
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from app.core.ports import PoolSpec
 from app.errors import OwnershipError, RuntimeClosedError
-from app.tpu.mesh import TENSOR_AXIS
-
-POOL_PARTITION = PartitionSpec(None, None, TENSOR_AXIS)
-
-# bfloat16 scatters on CPU convert the whole pool there and back, so there the bits are kept in uint16 arrays.
-_STORED_AS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "bfloat16_bits": jnp.uint16}
-
-
-class KVBuffers(NamedTuple):
-    """One array a layer: (num_pages + 1, page_size, num_kv_heads * head_dim), in the pool's stored type."""
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+from app.tpu.mesh import TENSOR_AXIS, num_nodes_of
+from app.tpu.pool_layout import ArrayPerLayer, PoolLayout
 
 
 class MHATokenToKVPool:
@@ -51,15 +32,22 @@ class MHATokenToKVPool:
     Not thread-safe: one thread dispatches.
     """
 
-    def __init__(self, spec: PoolSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: PoolSpec, mesh: Mesh, layout: PoolLayout | None = None) -> None:
+        """layout: ArrayPerLayer unless stated; the model runner must be made for the same."""
         self._spec = spec
-        self._sharding = NamedSharding(mesh, POOL_PARTITION)
+        self._mesh = mesh
+        self._layout = layout or ArrayPerLayer()
         self._open = False
-        self._buffers: KVBuffers | None = None
+        self._buffers: Any = None  # as the layout structures them
 
     @property
     def spec(self) -> PoolSpec:
         return self._spec
+
+    @property
+    def num_nodes(self) -> int:
+        """Processes that hold a share of the arrays."""
+        return num_nodes_of(self._mesh)
 
     def open(self) -> None:
         """Allocate every page, zeroed. Idempotent. Memory: (num_pages + 1) * page_bytes over all ranks."""
@@ -84,7 +72,7 @@ class MHATokenToKVPool:
             return False
         return self._buffers is None or any(array.is_deleted() for array in jax.tree.leaves(self._buffers))
 
-    def take(self) -> KVBuffers:
+    def take(self) -> Any:
         """Lend the arrays for one dispatch, which should donate them.
 
         Raises OwnershipError when they are lent out already, RuntimeClosedError when the pool is closed.
@@ -96,7 +84,7 @@ class MHATokenToKVPool:
         taken, self._buffers = self._buffers, None
         return taken
 
-    def put(self, buffers: KVBuffers) -> None:
+    def put(self, buffers: Any) -> None:
         """Hold what a dispatch returned for the arrays it took. Raises OwnershipError when none were taken."""
         if not self._open:
             raise RuntimeClosedError(action="put KV buffers")
@@ -113,18 +101,15 @@ class MHATokenToKVPool:
         self.put(buffers)
         padded = np.zeros(1 << max(pages.size - 1, 0).bit_length(), np.int32)  # few compiled variants
         padded[: pages.size] = pages
-        spec = self._spec
-        read = np.array(_gather(buffers, padded))[:, :, : pages.size]
-        return read.reshape(*read.shape[:-1], spec.num_kv_heads, spec.head_dim)
+        num_ranks = self._mesh.shape[TENSOR_AXIS]
+        read = _contents(buffers, padded, layout=self._layout, spec=self._spec, num_ranks=num_ranks)
+        return np.array(read)[:, :, : pages.size]
 
-    def _allocate(self) -> KVBuffers:
-        spec = self._spec
-        shape = (spec.num_pages + 1, spec.page_size, spec.num_kv_heads * spec.head_dim)
-        zeros = partial(jnp.zeros, shape, _STORED_AS[spec.dtype], device=self._sharding)
-        return KVBuffers(
-            keys=tuple(zeros() for _ in range(spec.num_layers)),
-            values=tuple(zeros() for _ in range(spec.num_layers)),
-        )
+    def _allocate(self) -> Any:
+        def zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+
+        return jax.tree.map(zeros, self._layout.abstract(self._spec, self._mesh))
 
 
 def encode(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -145,7 +130,7 @@ def decode(stored: jax.Array) -> jax.Array:
 
 
 def write_tokens(buffer: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
-    """Store one layer's keys or values of n >= 2 tokens: pages, offsets (n,) int32; values (n, width) as floats.
+    """Store one layer's keys or values of n >= 2 tokens: pages, offsets (n,) int32; values (n, ...) as floats.
 
     In place when `buffer` is donated and nothing in the same program read it before. Page indexes beyond the pool are
     dropped. With exactly one token XLA's CPU backend copies the pool: pad to two. What is not finite is stored as 0:
@@ -168,12 +153,12 @@ def locate(
     page_table: (num_rows, max_pages) int32; rows, positions: (n,) int32, the row and the position of each token;
     valid: (n,) bool, False sends the write beyond the pool, where it is dropped; buffer: any array of the pool.
     """
-    num_pages, page_size, _ = buffer.shape
+    num_pages, page_size = buffer.shape[:2]
     positions = jnp.maximum(positions, 0)
     pages = page_table[rows, positions // page_size]
     return jnp.where(valid, pages, num_pages), positions % page_size
 
 
-@jax.jit
-def _gather(buffers: KVBuffers, pages: jax.Array) -> jax.Array:
-    return jnp.stack([jnp.stack([array[pages] for array in arrays]) for arrays in buffers])
+@partial(jax.jit, static_argnames=("layout", "spec", "num_ranks"))
+def _contents(buffers: Any, pages: jax.Array, *, layout: PoolLayout, spec: PoolSpec, num_ranks: int) -> jax.Array:
+    return layout.contents(buffers, pages, spec, num_ranks)

@@ -9,6 +9,7 @@ import pytest
 from app.commands import doctor
 from app.commands.doctor import DoctorArgs
 from app.config.server_args import ServerArgs
+from app.errors import ConfigError
 
 
 @pytest.mark.model
@@ -40,3 +41,9 @@ def test_doctor_shows_the_same_as_text() -> None:
         "checked                 tree_cache, scheduler",
         "all is well",
     ]
+
+
+@pytest.mark.model
+def test_doctor_refuses_a_tpu_that_the_compiler_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"--target='v99:2x2' is not allowed"):
+        doctor.run(DoctorArgs(target="v99:2x2", server=ServerArgs(device="cpu")))

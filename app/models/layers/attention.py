@@ -6,11 +6,13 @@ gather was five times slower at 2048 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from app.models.steps import ExtendRows
 from app.tpu.kv_pool import read_pages
 
 QUERY_BLOCK = 128  # scores of so many queries with so many keys exist at one time: heads * 128 * 256 * 4 bytes,
@@ -18,24 +20,39 @@ KEY_TILE = 256  # which stay in the CPU's cache
 _MASKED = -1e30  # finite, so that a row with nothing to see gives no NaN
 
 
-def decode_attention(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, page_table: jax.Array, lengths: jax.Array
-) -> jax.Array:
+class PageReader(NamedTuple):
+    """One layer of the pool, as attention reads it."""
+
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    """(n,) int32 pages -> keys and values of their tokens, (n * page_size, num_kv_heads * head_dim) floats each."""
+    page_size: int
+    num_kv_heads: int
+
+
+def separate_arrays(keys: jax.Array, values: jax.Array, head_dim: int) -> PageReader:
+    """A reader of a layer that has one array of keys and one of values."""
+
+    def read(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return read_pages(keys, pages), read_pages(values, pages)
+
+    return PageReader(read, keys.shape[1], keys.shape[-1] // head_dim)
+
+
+def decode_attention(queries: jax.Array, layer: PageReader, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
     """One query a row over the row's `lengths` tokens.
 
-    queries: (B, heads, head_dim), scaled; keys, values: one layer's pool arrays; page_table: (B, max_pages) int32;
-    lengths: (B,) int32. -> (B, heads * head_dim). Cost: O(B * max_pages * page_size), whatever the lengths.
+    queries: (B, heads, head_dim), scaled; page_table: (B, max_pages) int32; lengths: (B,) int32.
+    -> (B, heads * head_dim). Cost: O(B * max_pages * page_size), whatever the lengths.
     """
     num_heads, head_dim = queries.shape[1:]
-    num_kv_heads = keys.shape[-1] // head_dim
+    num_kv_heads = layer.num_kv_heads
     # Each query is laid out over the width of all KV heads, zero outside its own: two plain matrix products then serve
     # all heads without rearranging the gathered pages.
     own = jnp.repeat(jnp.eye(num_kv_heads, dtype=queries.dtype), num_heads // num_kv_heads, axis=0)[:, :, None]
 
     def attend(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, pages, length = row
-        row_keys = read_pages(keys, pages).astype(query.dtype)
-        row_values = read_pages(values, pages).astype(query.dtype)
+        row_keys, row_values = (tokens.astype(query.dtype) for tokens in layer.read(pages))
         spread = (query[:, None, :] * own).reshape(num_heads, -1)
         scores = jnp.matmul(spread, row_keys.T, preferred_element_type=jnp.float32)
         visible = jnp.arange(scores.shape[-1]) < length
@@ -46,25 +63,16 @@ def decode_attention(
     return jax.lax.map(attend, (queries, page_table, lengths))
 
 
-def extend_attention(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    page_table: jax.Array,
-    chunk_starts: jax.Array,
-    chunk_lengths: jax.Array,
-    prefix_lengths: jax.Array,
-    max_chunk: int,
-) -> jax.Array:
+def extend_attention(queries: jax.Array, layer: PageReader, rows: ExtendRows, max_chunk: int) -> jax.Array:
     """Causal attention of packed chunks: query i of a row sees the row's positions up to prefix_lengths + i.
 
-    queries: (T, heads, head_dim), scaled; page_table: (S, max_pages) int32; the rest as in ExtendInputs.
+    queries: (T, heads, head_dim), scaled; rows, max_chunk: as in ExtendInputs.
     -> (T, heads * head_dim); zeros where no row's token lies.
     For each row, QUERY_BLOCK queries at a time, over KEY_TILE keys at a time with a running softmax (arXiv:2112.05682):
     memory does not grow with the context, and the cost follows the lengths, not the width of the page table.
     """
     num_tokens, num_heads, head_dim = queries.shape
-    page_size = keys.shape[1]
+    page_size, page_table = layer.page_size, rows.page_table
     block = min(max_chunk, QUERY_BLOCK)
     tile_pages = min(max(1, KEY_TILE // page_size), page_table.shape[1])
     tile = tile_pages * page_size
@@ -72,21 +80,21 @@ def extend_attention(
     padded = jnp.pad(queries, ((0, block), (0, 0), (0, 0)))  # a slice of `block` tokens fits from every token on
 
     def attend_row(row: jax.Array, out: jax.Array) -> jax.Array:
-        length = chunk_lengths[row]
+        length = rows.chunk_lengths[row]
 
         def attend_block(index: jax.Array, out: jax.Array) -> jax.Array:
             first = index * block
-            start = chunk_starts[row] + first
+            start = rows.chunk_starts[row] + first
             offsets = first + jnp.arange(block)
-            query = _by_kv_head(jax.lax.dynamic_slice_in_dim(padded, start, block), keys.shape[-1] // head_dim)
+            query = _by_kv_head(jax.lax.dynamic_slice_in_dim(padded, start, block), layer.num_kv_heads)
 
             def attend_tile(number: jax.Array, state: _Softmax) -> _Softmax:
                 pages = jax.lax.dynamic_slice_in_dim(table[row], number * tile_pages, tile_pages)
                 positions = number * tile + jnp.arange(tile)
-                visible = positions <= (prefix_lengths[row] + offsets)[:, None]
-                return _accumulate(state, query, read_pages(keys, pages), read_pages(values, pages), visible)
+                visible = positions <= (rows.prefix_lengths[row] + offsets)[:, None]
+                return _accumulate(state, query, *layer.read(pages), visible)
 
-            seen = prefix_lengths[row] + jnp.minimum(first + block, length)
+            seen = rows.prefix_lengths[row] + jnp.minimum(first + block, length)
             state = jax.lax.fori_loop(0, -(-seen // tile), attend_tile, _nothing_seen(query))
             fresh = (state.mixed / state.total).transpose(2, 0, 1, 3).reshape(block, -1).astype(queries.dtype)
             stale = jax.lax.dynamic_slice_in_dim(out, start, block)  # the next row's, where this row's chunk has ended

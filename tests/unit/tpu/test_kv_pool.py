@@ -12,8 +12,9 @@ import pytest
 
 from app.core.ports import PoolSpec
 from app.errors import OwnershipError, RuntimeClosedError
-from app.tpu.kv_pool import KVBuffers, MHATokenToKVPool, decode, encode, locate, read_pages, write_tokens
+from app.tpu.kv_pool import MHATokenToKVPool, decode, encode, locate, read_pages, write_tokens
 from app.tpu.mesh import make_mesh
+from app.tpu.pool_layout import KVBuffers
 
 
 def open_pool(dtype: str = "float32", num_pages: int = 9) -> MHATokenToKVPool:

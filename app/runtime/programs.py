@@ -1,0 +1,94 @@
+"""Every program that a step on TPU may run, by name and with shapes: for compiling them where there is no TPU.
+
+Each part lists its own, with the very functions that it calls; this file says for which sizes. A new kind of state
+joins by one line in `step_programs`, and by its line in PLANNED_COLLECTIVES.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from app.config.model_config import ModelConfig
+from app.core.ports import PoolSpec
+from app.memory.req_to_token_pool import table_programs
+from app.models.flat_programs import FlatPrograms
+from app.models.layer_runs import layer_run_for
+from app.models.layers.flat_attention import FlatAttention
+from app.models.sampler import sampler_programs
+from app.runtime.dispatch import table_row_programs
+from app.runtime.row_sampling import sampling_programs
+from app.tpu.page_copies import PageCopies
+from app.tpu.program import Program
+
+
+class Sends(NamedTuple):
+    """Operations between devices, by kind, that a program of a model cut over several has; with one device, none."""
+
+    once: Mapping[str, int]
+    a_layer: Mapping[str, int]
+
+    def in_text(self, num_layers: int) -> Counter[str]:
+        """As the program's text counts them, with so many layers in it: `LayerRun.layers_in_text`."""
+        return Counter(self.once) + Counter({kind: num_layers * number for kind, number in self.a_layer.items()})
+
+
+_NOTHING = Sends(once={}, a_layer={})
+# The embedding is summed over the ranks' shares of the vocabulary, and so are attention's and the FFN's outputs over
+# their shares of heads and columns; the shares of the logits are brought together for the sampler.
+_MODEL = Sends(once={"all-reduce": 1, "all-gather": 1}, a_layer={"all-reduce": 2})
+
+PLANNED_COLLECTIVES: Mapping[str, Sends] = MappingProxyType(
+    {
+        "prefill": _MODEL,
+        "decode": _MODEL,
+        "page_table_update": _NOTHING,
+        "page_table_rows": _NOTHING,
+        "feed": _NOTHING,
+        "remember": _NOTHING,
+        "sample_greedy": _NOTHING,
+        "sample_everything": _NOTHING,
+        "penalties_begin": _NOTHING,
+        "penalties_count": _NOTHING,
+        "backup": _NOTHING,
+        "restore": _NOTHING,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The shapes of one step; each is a bucket."""
+
+    num_rows: int  # request rows
+    max_pages: int  # of the longest request
+    batch: int  # rows in this step
+    context_pages: int  # of the longest of them
+    chunk_tokens: int  # of prompts, all rows of the step together
+    copied_pages: int  # that one backup or restore moves
+
+
+def step_programs(
+    config: ModelConfig, mesh: Mesh, spec: PoolSpec, attention: FlatAttention, dtype: str, sizes: StepSizes
+) -> list[Program]:
+    """The programs of a model over a flat pool. Nothing is allocated, and no device of `mesh` need be there.
+
+    Raises ConfigError when the mesh cannot share out the model or the pool is not of this model's shape.
+    """
+    model = FlatPrograms(config, mesh, spec, attention, layer_run_for(mesh), dtype)
+    batch, width, chunk = sizes.batch, sizes.context_pages, sizes.chunk_tokens
+    rows, pages = sizes.num_rows, sizes.max_pages
+    return [
+        model.extend_program(batch=batch, num_tokens=chunk, max_chunk=chunk, width=width),
+        model.decode_program(batch=batch, width=width),
+        *table_programs(num_rows=rows, max_pages=pages, num_cells=batch, mesh=mesh),
+        *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
+        *sampling_programs(num_rows=rows, batch=batch, mesh=mesh),
+        *sampler_programs(num_rows=rows, batch=batch, vocab_size=config.vocab_size, mesh=mesh),
+        *PageCopies(spec, mesh, attention.layout).programs(model.abstract_buffers(), sizes.copied_pages),
+    ]

@@ -1,0 +1,48 @@
+"""What every compiled step program must keep, read from the program itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from app.tpu.compiled import CompiledFacts
+from app.tpu.program import Program
+
+MOST_TEMP = 0.1  # of the pool
+# Of what the pool grew by. Not zero: the compiler moves small things between memories as the pool leaves room. A copy
+# of anything that grows with the pool would be far above it.
+MOST_GROWTH = 0.01
+
+
+def broken_donation(program: Program, facts: CompiledFacts) -> list[str]:
+    """-> what is not written in place though it must be."""
+    wanted = program.donated_bytes
+    if facts.alias_bytes == wanted:
+        return []
+    return [f"{facts.name}: writes {facts.alias_bytes:,} bytes in place, not the {wanted:,} that are donated to it"]
+
+
+def broken_temporaries(
+    facts: CompiledFacts, bigger: CompiledFacts, pool_bytes: int, bigger_pool_bytes: int
+) -> list[str]:
+    """facts, bigger: of one program with pools of `pool_bytes` and `bigger_pool_bytes` a device."""
+    broken = []
+    if facts.temp_bytes > MOST_TEMP * pool_bytes:
+        broken.append(f"{facts.name}: {facts.temp_bytes:,} bytes of temporaries beside a pool of {pool_bytes:,}")
+    if bigger.temp_bytes - facts.temp_bytes > MOST_GROWTH * (bigger_pool_bytes - pool_bytes):
+        broken.append(f"{facts.name}: temporaries grow with the pool, {facts.temp_bytes:,} to {bigger.temp_bytes:,}")
+    return broken
+
+
+def broken_collectives(facts: CompiledFacts, planned: Mapping[str, int]) -> list[str]:
+    """planned: kind -> count of operations in the program's text."""
+    if facts.collectives == Counter(planned):
+        return []
+    return [f"{facts.name}: sends {dict(facts.collectives)} between devices, not {dict(planned)}"]
+
+
+def broken_fit(facts: CompiledFacts, memory_bytes: int) -> list[str]:
+    """memory_bytes: of one device."""
+    if facts.total_bytes <= memory_bytes:
+        return []
+    return [f"{facts.name}: needs {facts.total_bytes:,} bytes of a device that has {memory_bytes:,}"]
