@@ -26,7 +26,7 @@ Gates, all read from the compiled program: what is donated is written in place, 
 tenth of the pool, and {MORE_PAGES:,} pages need no more of them than {PAGES:,}; exactly the planned operations between
 devices (app/runtime/programs.py); the chip's memory suffices. MB of one device; `in place` is the pool for prefill,
 decode and restore, and the table that is written for the others; `accessed` is XLA's estimate, a loop's body
-once.
+counted once.
 """
 
 
