@@ -139,6 +139,13 @@ class GgufModel:
     def _tensor_sources(self) -> dict[str, str]:
         """Name in Hugging Face -> name in GGUF. Raises ConfigError for a tensor too few or too many."""
         per_layer = {**_PER_LAYER, **self._architecture.layer_extras}
+        if self._shape.num_layers > len(self._file.tensors):
+            # Here, because a damaged header may state billions, whose names alone would fill the memory.
+            raise ConfigError(
+                field="block_count",
+                value=self._shape.num_layers,
+                allowed=f"at most {len(self._file.tensors)} in {self._path}, which has so many tensors",
+            )
         expected = {_TOP_LEVEL[name]: name for name in _TOP_LEVEL}
         for layer in range(self._shape.num_layers):
             expected.update({f"model.layers.{layer}.{per_layer[name]}": f"blk.{layer}.{name}" for name in per_layer})

@@ -238,6 +238,18 @@ def test_a_damaged_header_is_refused_or_harmless(scratch: Path, whole: bytes, da
     assert model.float32_bytes > 0
 
 
+@pytest.mark.parametrize("layers", [1 << 31, (1 << 32) - 1])
+def test_more_layers_than_tensors_are_refused_at_once(scratch: Path, whole: bytes, layers: int) -> None:
+    """Naming the tensors of so many layers would fill the memory."""
+    key = b"llama.block_count"
+    content = bytearray(whole)
+    struct.pack_into("<I", content, whole.index(key) + len(key) + 4, layers)
+    scratch.write_bytes(content)
+
+    with pytest.raises(ConfigError, match="block_count"):
+        GgufModel(scratch)
+
+
 @pytest.mark.parametrize("length", [0, len(TOKENS) + 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 @pytest.mark.parametrize("key", ["token_type", "tokens"])
 def test_a_damaged_length_is_refused_at_once(scratch: Path, whole: bytes, key: str, length: int) -> None:
