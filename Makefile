@@ -68,7 +68,7 @@ test-tpu: ## compile the step programs for TPUs that are not there, and check th
 test-tpu-full: test-tpu ## the same for every program on every TPU; writes docs/tpu-programs.md
 	@test ! -e $(TPU_VENV)/.stamp || $(TPU_VENV)/bin/python -m tests.support.tpu_table docs/tpu-programs.md
 
-lint: $(STAMPS)/dev $(APP_DEPS) ## check style, types and the direction of imports
+lint: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -86,7 +86,7 @@ bench: $(APP_DEPS) $(STAMPS)/model ## run the benchmarks, the tree's on TRACE
 	@$(BIN)/python -m app bench engine $(ARGS)
 
 install: $(APP_DEPS) ## install what the app needs
-dev: $(STAMPS)/dev $(APP_DEPS) ## install what the tests and checks need
+dev: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## install what the tests and checks need
 model: $(STAMPS)/model ## install the bundled model
 
 clean: ## remove .venv and everything else that was made here

@@ -17,6 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from app.errors import ConfigError
 from app.tpu.kernels.gather_pages import IN_FLIGHT, gather_each, gather_layers, gather_pages
 
+pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+
 NUM_PAGES = 12
 SHAPES = [(8, 128), (16, 384), (32, 1024)]
 gather = jax.jit(gather_pages)

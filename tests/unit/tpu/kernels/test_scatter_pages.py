@@ -16,6 +16,8 @@ from app.errors import ConfigError
 from app.tpu.kernels.gather_pages import gather_layers
 from app.tpu.kernels.scatter_pages import IN_FLIGHT, scatter_each, scatter_layers, scatter_pages
 
+pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+
 NUM_PAGES = 12
 SHAPES = [(8, 128), (16, 384), (32, 1024)]
 scatter = jax.jit(scatter_pages)

@@ -16,6 +16,8 @@ from app.errors import ConfigError
 from app.tpu import kv_pool
 from app.tpu.kernels.write_tokens import BLOCK_TOKENS, SLOTS, TokenWrites, plan_token_writes, write_tokens
 
+pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+
 NUM_PAGES = 30
 SHAPES = [(8, 128), (16, 384), (32, 1024)]
 
