@@ -8,12 +8,21 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 
 if TYPE_CHECKING:
     from tests.support.engine import Engine
 
 # Mixing float32 with float64, or int32 with a default integer, by accident is an error in tests. Read when jax loads.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that a test runs sets up logging to the test's own stderr, which is closed when the test is over."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture

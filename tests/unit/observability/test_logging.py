@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
 import structlog
 
 from app.observability.logging import configure_logging
-
-
-@pytest.fixture(autouse=True)
-def _settings_as_before() -> Iterator[None]:
-    before = structlog.get_config()
-    yield
-    structlog.configure(**before)
 
 
 @pytest.mark.parametrize("fmt", ["console", "json"])
