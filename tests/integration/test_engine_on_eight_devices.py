@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.forced_devices import run_on_eight_devices
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1, 2, 8]
@@ -20,18 +18,7 @@ POOLS = {"float32": ("float32", 1e-4), "bfloat16": ("uint16", 2e-2)}
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """From a process of its own: the number of CPU devices is fixed when jax starts."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.eight_devices"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_on_eight_devices("tests.support.eight_devices")
 
 
 @pytest.mark.parametrize("dtype", POOLS)

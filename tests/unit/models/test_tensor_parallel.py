@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import pytest
 from app.config.parallel import padded_kv_heads
 from app.errors import ConfigError
 from app.tpu.mesh import make_mesh
+from tests.support.forced_devices import run_on_eight_devices
 
 ROOT = Path(__file__).parents[3]
 SIZES = (1, 2, 4, 8)
@@ -22,18 +19,7 @@ SIZES = (1, 2, 4, 8)
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """From a process of its own: the number of CPU devices is fixed when jax starts."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.tensor_parallel_check"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_on_eight_devices("tests.support.tensor_parallel_check")
 
 
 @pytest.mark.parametrize("tp_size", SIZES[1:])

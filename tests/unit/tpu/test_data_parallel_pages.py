@@ -6,14 +6,12 @@ know nothing of ranks, serve such an array inside `shard_map` without moving any
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forced_devices import run_on_eight_devices
 
 ROOT = Path(__file__).parents[3]
 MESHES = ["2x4", "4x2", "8x1"]  # data x tensor
@@ -22,18 +20,7 @@ DTYPES = ["float32", "uint16"]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """From a process of its own: the number of CPU devices is fixed when jax starts."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.data_parallel_check"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_on_eight_devices("tests.support.data_parallel_check")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
