@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from app.caches.base import BasePrefixCache, InsertResult, LockReceipt, MatchResult
+from app.caches.base import NO_PAGES, BasePrefixCache, InsertResult, LockReceipt, MatchResult
 from app.core.batch import BatchPlan, PreparedBatch, StepHandle
 from app.core.handles import CacheIdentity
 from app.core.keys import RadixKey
@@ -95,7 +95,9 @@ class TimedCache(BasePrefixCache):
     def unlock(self, receipt: LockReceipt) -> None:
         self.clock.time(self._cache.unlock, receipt)
 
-    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+    def insert(
+        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+    ) -> InsertResult:
         return self.clock.time(self._cache.insert, key, pages)
 
     def evict(self, num_pages: int) -> int:

@@ -22,19 +22,28 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from app.caches.inspection import Miss, TopPrefixes, miss_by_length
+from app.config.model_config import Component
 from app.core.keys import RadixKey
 from app.core.ports import DevicePool, TokenAllocator
+
+NO_PAGES = np.empty(0, np.int32)
+NO_PAGES.setflags(write=False)
 
 
 class MatchResult(NamedTuple):
     """A cached prefix, whole pages. The pages stay the cache's: lock the match before using them.
 
     `node` is the cache's own; hand it back to `lock` and to nothing else.
+    window_pages: with a SWA component: as many as `pages`, of the window pool; 0 before the last min(W, num_tokens)
+        tokens, whose pages the match neither needs nor locks. Else empty.
+    state: with a RECURRENT component: the snapshot of exactly num_tokens tokens; 0 only for no tokens.
     """
 
     pages: np.ndarray  # (num_tokens // page_size,) int32
     num_tokens: int
     node: Any
+    window_pages: np.ndarray = NO_PAGES
+    state: int = 0
 
 
 class InsertResult(NamedTuple):
@@ -44,12 +53,17 @@ class InsertResult(NamedTuple):
     pages: (num_tokens // page_size,) int32, the cache's pages for it. Where they differ from the caller's, the caller's
         are duplicates, still the caller's, and to be freed by it.
     duplicates: (first page index, page count) of each run that was already there, one per node, in order.
+    window_pages: with a SWA component: (num_tokens // page_size,) int32, the cache's window pages for it, 0 where it
+        has none. Where the caller gave a page and finds another here, its own is a duplicate. Else empty.
+    state_adopted: whether the snapshot that the caller gave is the cache's now; if not, it is still the caller's.
     """
 
     num_tokens: int
     pages: np.ndarray
     node: Any
     duplicates: tuple[tuple[int, int], ...]
+    window_pages: np.ndarray = NO_PAGES
+    state_adopted: bool = False
 
 
 class LockReceipt(NamedTuple):
@@ -88,11 +102,18 @@ class EvictionObserver(Protocol):
 class CacheDeps:
     """All that a cache's constructor gets. Nothing else reaches it, and nothing is set on it afterwards.
 
+    components: of the model; the type covers them.
+    sliding_window, window_allocator: tokens, and the pages of the window pool, for a model with a SWA component.
+    state_allocator: the snapshots of recurrent states as pages of one token, for a model with a RECURRENT component.
     clock: seconds that never go back.
     """
 
     token_allocator: TokenAllocator
     device_pool: DevicePool
+    components: frozenset[Component] = frozenset({Component.FULL})
+    sliding_window: int | None = None
+    window_allocator: TokenAllocator | None = None
+    state_allocator: TokenAllocator | None = None
     page_size: int
     tp_rank: int = 0
     tp_size: int = 1
@@ -135,11 +156,22 @@ class BasePrefixCache(ABC):
     def unlock(self, receipt: LockReceipt) -> None:
         """Undo one `lock`. StaleHandleError for a receipt given back before, or from before a reset; no effect then."""
 
+    def unlock_window(self, receipt: LockReceipt) -> None:  # noqa: B027  nothing to do without window pages
+        """The holder's window is past what it locked: its window pages may go, the rest stays locked. Idempotent."""
+
     @abstractmethod
-    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+    def insert(
+        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+    ) -> InsertResult:
         """Publish settled tokens: cut to whole pages; the cache adopts the pages it did not have.
 
+        Cut further where a component could not serve a later match: without a snapshot of its end, a recurrent model's
+        prefix is published as far as snapshots reach. What is beyond stays the caller's.
+
         pages: (>= len(key) // page_size,) int32, held by the caller (or already the cache's, where it matched).
+        window_pages: for a SWA component, as many; 0 where the caller's window has passed.
+        state: for a RECURRENT component, a snapshot held by the caller, of exactly the
+            key's tokens (whole pages); or 0.
         """
 
     @abstractmethod
@@ -148,6 +180,14 @@ class BasePrefixCache(ABC):
 
         -> pages freed (through the allocator's port). `num_pages` is the shortfall, not the need; <= 0 does nothing.
         """
+
+    def evict_window(self, num_pages: int) -> int:
+        """Free at least so many window pages, or all that are unlocked; prefixes stay, with holes. -> pages freed."""
+        return 0
+
+    def evict_states(self, num_states: int) -> int:
+        """Free at least so many snapshots, or all that are unlocked; what nobody could match any more goes too."""
+        return 0
 
     @property
     @abstractmethod
@@ -160,6 +200,26 @@ class BasePrefixCache(ABC):
         """Pages under a lock."""
 
     @property
+    def evictable_window_pages(self) -> int:
+        """Window pages that `evict_window` could free now."""
+        return 0
+
+    @property
+    def protected_window_pages(self) -> int:
+        """Window pages under a lock."""
+        return 0
+
+    @property
+    def evictable_states(self) -> int:
+        """Snapshots that `evict_states` could free now."""
+        return 0
+
+    @property
+    def protected_states(self) -> int:
+        """Snapshots under a lock."""
+        return 0
+
+    @property
     def num_nodes(self) -> int:
         """Entries that hold pages, for statistics; 0 from a cache that keeps nothing."""
         return 0
@@ -167,6 +227,14 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """(evictable, protected) page ids, int32, for the ledger. O(pages); for checks, not for serving."""
+
+    def cached_window_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """(evictable, protected) page ids of the window pool, int32, for the ledger."""
+        return NO_PAGES, NO_PAGES
+
+    def cached_states(self) -> tuple[np.ndarray, np.ndarray]:
+        """(evictable, protected) snapshots, int32, for the ledger."""
+        return NO_PAGES, NO_PAGES
 
     def top_prefixes(self, limit: int) -> TopPrefixes:
         """The at most `limit` prefixes that saved most tokens. Reads only. Bounded, however large the cache is.

@@ -6,14 +6,11 @@ from itertools import combinations
 
 import numpy as np
 
-from app.caches.base import BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
+from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
 from app.caches.receipts import ReceiptBook
 from app.caches.registry import register_kv_cache
 from app.config.model_config import Component
 from app.core.keys import RadixKey
-
-_NO_PAGES = np.empty(0, np.int32)
-_NO_PAGES.setflags(write=False)
 
 
 class ChunkCache(BasePrefixCache):
@@ -40,7 +37,7 @@ class ChunkCache(BasePrefixCache):
         return 0
 
     def match(self, key: RadixKey) -> MatchResult:
-        return MatchResult(_NO_PAGES, 0, None)
+        return MatchResult(NO_PAGES, 0, None)
 
     def probe(self, key: RadixKey) -> int:
         return 0
@@ -54,15 +51,17 @@ class ChunkCache(BasePrefixCache):
         self._void_if_pool_is_gone()
         self._receipts.redeem(receipt)
 
-    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+    def insert(
+        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+    ) -> InsertResult:
         """Publishes 0 tokens: every page stays the caller's."""
-        return InsertResult(0, _NO_PAGES, None, ())
+        return InsertResult(0, NO_PAGES, None, ())
 
     def evict(self, num_pages: int) -> int:
         return 0
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        return _NO_PAGES, _NO_PAGES
+        return NO_PAGES, NO_PAGES
 
     def reset(self) -> None:
         self._identity = self.token_allocator.identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.caches.base import BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
+from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
 from app.caches.inspection import Miss, TopPrefixes
 from app.caches.registry import register_kv_cache
 from app.caches.tree import inspection
@@ -64,7 +64,9 @@ class RadixCache(BasePrefixCache):
     def unlock(self, receipt: LockReceipt) -> None:
         self._tree().unlock(receipt)
 
-    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+    def insert(
+        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+    ) -> InsertResult:
         """As the base says. OwnershipError, and no change, if a page to adopt is cached already under other tokens."""
         return self._tree().insert(key, pages)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -26,6 +27,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateArray:
+    """One array of a recurrent layer's state, without the axis of slots. Shapes are over all ranks.
+
+    sharded_axis: the axis that tensor parallelism cuts; None where every rank holds all of it. Elements are float32.
+    """
+
+    shape: tuple[int, ...]
+    sharded_axis: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer of the Llama family, with the switches its members differ by."""
 
@@ -46,8 +62,15 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # W: a query at i sees keys at j with i - W < j <= i, in its SWA layers
     components: frozenset[Component] = frozenset({Component.FULL})
+    layer_components: tuple[frozenset[Component], ...] = ()  # of each layer; empty where each has all of the model's
+    recurrent_state: tuple[StateArray, ...] = ()  # the arrays of one recurrent layer; every such layer has the same
+
+    def layers_with(self, component: Component) -> tuple[int, ...]:
+        """The layers, in order, that have this component."""
+        kinds = self.layer_components or (self.components,) * self.num_layers
+        return tuple(layer for layer, kind in enumerate(kinds) if component in kind)
 
     @property
     def num_parameters(self) -> int:

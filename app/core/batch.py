@@ -38,12 +38,18 @@ class Admission:
     token_ids: every token known so far, (prompt + earlier output,) int32. The runtime reads it only when
         `sampling.reshapes_logits`.
     sampling: with `seed` set.
+    prefix_window_pages: for a model with sliding windows: as many as prefix_pages, of the window pool; 0 where the row
+        needs none.
+    state: for a model with recurrent layers: the snapshot, of exactly the prefix's tokens, that the row's running state
+        begins as a copy of; 0 begins from nothing.
     """
 
     prefix_pages: np.ndarray
     prompt_length: int
     token_ids: np.ndarray
     sampling: SamplingParams
+    prefix_window_pages: np.ndarray = field(default_factory=_no_ints)
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,7 @@ class PageRewrite:
     generation: int
     first_page_index: int
     pages: np.ndarray  # (n,) int32
+    window_pages: np.ndarray = field(default_factory=_no_ints)  # (n,) int32 with sliding windows; 0 where none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,11 @@ class BatchPlan:
     Applied in this order: frees, releases, rewrites, admissions, then pages for every row. No row is named twice.
     A plan without rows is legal.
 
-    free_pages: (f,) int32, from TokenAllocator.recorded_frees().
+    free_pages: (f,) int32, from TokenAllocator.recorded_frees(); free_window_pages, free_states: the same for the
+        window pool and for snapshots.
+    published_*: (p,) int32, rows whose first published_counts pages are the cache's from now on; a row's window pages
+        are the runtime's to retire only beyond these.
+    snapshots: (rows,) bool, rows whose state is to be kept as it is after this step; empty for none.
     release_*: (r,) int32, rows that end; their pages are not touched by this.
     decode_positions: (d,) int32, position whose KV this step writes; the row's last token is fed.
     extend_slots: (e,) int32; -1 - i is the row of admissions[i], and then its generation is not read.
@@ -75,9 +86,14 @@ class BatchPlan:
 
     identity: CacheIdentity
     free_pages: np.ndarray = field(default_factory=_no_ints)
+    free_window_pages: np.ndarray = field(default_factory=_no_ints)
+    free_states: np.ndarray = field(default_factory=_no_ints)
     release_slots: np.ndarray = field(default_factory=_no_ints)
     release_generations: np.ndarray = field(default_factory=_no_ints)
     rewrites: tuple[PageRewrite, ...] = ()
+    published_slots: np.ndarray = field(default_factory=_no_ints)
+    published_generations: np.ndarray = field(default_factory=_no_ints)
+    published_counts: np.ndarray = field(default_factory=_no_ints)
     admissions: tuple[Admission, ...] = ()
     decode_slots: np.ndarray = field(default_factory=_no_ints)
     decode_generations: np.ndarray = field(default_factory=_no_ints)
@@ -88,6 +104,7 @@ class BatchPlan:
     extend_lengths: np.ndarray = field(default_factory=_no_ints)
     extend_samples: np.ndarray = field(default_factory=_no_bools)
     extend_token_ids: np.ndarray = field(default_factory=_no_ints)
+    snapshots: np.ndarray = field(default_factory=_no_bools)
 
     @property
     def num_rows(self) -> int:
@@ -99,7 +116,10 @@ class PreparedBatch:
     """What prepare_batch reserved, and what is left. The only way by which control learns a page id.
 
     admitted_slots, admitted_generations: (a,) int32, the row of each admission, in order.
-    page_offsets: (rows + 1,) int32; row i gained pages[page_offsets[i]:page_offsets[i + 1]], to be appended to its own.
+    page_offsets: (rows + 1,) int32; row i gained pages[page_offsets[i]:page_offsets[i + 1]], to be appended to its
+        own, and with sliding windows the same of window_pages.
+    snapshot_slots: (rows,) int32, where the snapshots that the plan asked for will be; 0 for a row that gets none.
+        Empty for a model without recurrent layers. Control holds them from now on.
     """
 
     batch_id: int
@@ -110,6 +130,10 @@ class PreparedBatch:
     pages: np.ndarray
     pages_left: int
     slots_left: int
+    window_pages: np.ndarray = field(default_factory=_no_ints)
+    window_pages_left: int = 0
+    snapshot_slots: np.ndarray = field(default_factory=_no_ints)
+    states_left: int = 0
 
     def handle(self, admission: int) -> RequestRuntimeHandle:
         """The row of admissions[admission] of the plan; give it back with `BatchPlanBuilder.release`."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from app.config.model_config import StateArray
 from app.core.handles import CacheIdentity
 
 
@@ -26,6 +27,7 @@ class PoolSpec:
     # Zeros stored beside every head and after every rank's heads, where an attention kernel needs whole tiles.
     extra_kv_heads: int = 0  # over all ranks
     extra_head_dim: int = 0
+    arrays_per_layer: int = 2  # keys and values; 1 where both are read out of one latent (MLA), which every rank holds
 
     @property
     def bytes_per_element(self) -> int:
@@ -42,8 +44,36 @@ class PoolSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, keys and values of every layer together, over all ranks."""
-        elements = 2 * self.num_layers * self.page_size * self.stored_kv_heads * self.stored_head_dim
-        return elements * self.bytes_per_element
+        tokens = self.num_layers * self.page_size * self.stored_kv_heads * self.stored_head_dim
+        return self.arrays_per_layer * tokens * self.bytes_per_element
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """The shape of a pool of recurrent states.
+
+    Along the axis of slots: 0 is never written and holds zeros, what a sequence begins with; 1..num_snapshots are
+    snapshots; then come the running states, one for each request row: `running_slot`.
+    """
+
+    num_snapshots: int
+    num_rows: int
+    num_layers: int
+    arrays: tuple[StateArray, ...]  # of each layer
+
+    @property
+    def num_slots(self) -> int:
+        """The length of the axis of slots."""
+        return 1 + self.num_snapshots + self.num_rows
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, every layer together, over all ranks."""
+        return self.num_layers * sum(array.num_bytes for array in self.arrays)
+
+    def running_slot(self, row: int) -> int:
+        """Where the state of request row `row` is: also for arrays of rows."""
+        return 1 + self.num_snapshots + row
 
 
 class DevicePool(Protocol):
@@ -129,18 +159,36 @@ class Detokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPages:
+    """Where sliding-window layers find the tokens that this step's queries see, and write the step's own.
+
+    page_table: (B, width) int32 page ids of the window pool. Column c holds page index first_pages[row] + c of the row.
+    first_pages: (B,) int32.
+    Device arrays.
+    """
+
+    page_table: Any
+    first_pages: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
     """One token for each of B rows (B is a bucket; padding rows have length 0).
 
     token_ids: (B,) int32, the token whose KV is written by this step.
     lengths: (B,) int32, tokens in the row including this one; its position is length - 1; 0 marks padding.
     page_table: (B, max_pages) int32 page ids in token order; 0 where there is none.
+    window: for models with sliding windows.
+    state_slots: (B,) int32, for models with recurrent layers: slot of each row's running state, which the step reads
+        and replaces; beyond the last slot for padding rows.
     Device arrays.
     """
 
     token_ids: Any
     lengths: Any
     page_table: Any
+    window: WindowPages | None = None
+    state_slots: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +201,7 @@ class ExtendInputs:
     prefix_lengths: (S,) int32, tokens of the row whose KV is already in the pool.
     page_table: (S, max_pages) int32, covering prefix_lengths + chunk_lengths.
     max_chunk: the bucket that every chunk_length fits in; static.
+    window, state_slots: as in DecodeInputs, for S rows.
     Device arrays except max_chunk.
     """
 
@@ -162,10 +211,14 @@ class ExtendInputs:
     prefix_lengths: Any
     page_table: Any
     max_chunk: int
+    window: WindowPages | None = None
+    state_slots: Any = None
 
 
 class ModelRunner(Protocol):
     """The model as a runtime calls it. Buffers are the pool's arrays; they are donated and come back replaced.
+
+    A step begins from the row's running state as it is: whoever starts a row put zeros or a snapshot there before.
 
     Both calls write the new tokens' KV first and attend after, dispatch and return at once, and may raise what the
     device raised. Logits are (rows, vocab_size) float32: of each row's last token.

@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from app.caches.base import EVICTED_HEAD_TOKENS, EventSink, EvictionObserver, InsertResult, LockReceipt, MatchResult
+from app.caches.base import (
+    EVICTED_HEAD_TOKENS,
+    NO_PAGES,
+    EventSink,
+    EvictionObserver,
+    InsertResult,
+    LockReceipt,
+    MatchResult,
+)
 from app.caches.receipts import ReceiptBook
 from app.caches.tree.evicted import EvictionMemory
 from app.caches.tree.lru import EvictionOrder
@@ -31,7 +39,6 @@ def _sealed(pages: np.ndarray) -> np.ndarray:
     return pages
 
 
-NO_PAGES = _sealed(np.empty(0, np.int32))
 _NOTHING = MatchResult(NO_PAGES, 0, None)
 
 
