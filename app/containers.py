@@ -20,7 +20,7 @@ from app.config.server_args import ServerArgs
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
 from app.models.checkpoint import Progress
-from app.providers import device, model, sizing
+from app.providers import device, hybrid, model, sizing
 from app.providers.cache_arms import cache_arms
 from app.providers.lifecycle import Lifecycle, LocalRuntimeResource
 from app.runtime.local import new_identity
@@ -31,7 +31,6 @@ from app.scheduling.observer import SchedulerObserver, Unobserved
 from app.scheduling.scheduler import Scheduler
 from app.text.detokenizer import IncrementalDetokenizer
 from app.text.tokenizer import load_tokenizer
-from app.tpu.kv_pool import MHATokenToKVPool
 from app.tpu.mesh import make_mesh, tp_rank_of
 
 # Every object is built once; ThreadSafe, because servers ask from several threads.
@@ -66,18 +65,27 @@ class Container(containers.DeclarativeContainer):
     pool_dtype = Once(sizing.pool_dtype, server_args, platform, dtype)
     attention = Once(sizing.attention_choice, server_args, model_config, platform, pool_dtype, dtype)
     page_spec = Once(sizing.as_stored, Once(sizing.page_spec, server_args, model_config, pool_dtype), attention)
+    window_page = Once(hybrid.window_page, server_args, model_config, page_spec)
+    one_snapshot = Once(hybrid.one_snapshot, server_args, model_config)
+    bytes_a_page = Once(hybrid.bytes_a_page, server_args, model_config, page_spec, window_page, one_snapshot)
     memory_bytes = Once(model.memory_bytes, platform, tp_size)
     pool_room = Once(sizing.pool_room, platform)
-    pool_size = Once(sizing.pool_pages, server_args, model_config, page_spec, memory_bytes, dtype, pool_room)
+    pool_size = Once(sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room)
     pool_spec = Once(sizing.with_pages, page_spec, pool_size)
-    device_pool = Once(MHATokenToKVPool, pool_spec, mesh, Once(device.pool_layout, attention))
-    token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, Once(new_identity))
-    req_to_token_pool = Once(
-        ReqToTokenPool,
-        num_rows=server_args.provided.max_running_requests,
-        max_pages=Once(sizing.pages_of_context, model_config, page_size),
-        mesh=mesh,
+    scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
+    window_spec = Once(
+        hybrid.window_spec, server_args, model_config, window_page, pool_size, scheduler_limits.provided.chunk_tokens
     )
+    state_spec = Once(hybrid.state_spec, server_args, model_config, one_snapshot, pool_size)
+    device_pool = Once(device.device_pool, pool_spec, mesh, attention, window_spec, state_spec)
+    identity = Once(new_identity)
+    token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, identity)
+    window_allocator = Once(hybrid.window_allocator, window_spec, identity)
+    state_allocator = Once(hybrid.state_allocator, state_spec, identity)
+    num_rows = server_args.provided.max_running_requests
+    max_pages = Once(sizing.pages_of_context, model_config, page_size)
+    req_to_token_pool = Once(ReqToTokenPool, num_rows=num_rows, max_pages=max_pages, mesh=mesh)
+    window_pages = Once(hybrid.window_page_pool, window_allocator, model_config, num_rows, max_pages, mesh)
 
     # The device side
     model_runner = Once(
@@ -92,7 +100,7 @@ class Container(containers.DeclarativeContainer):
     )
     row_sampling = Once(
         RowSampling,
-        num_rows=server_args.provided.max_running_requests,
+        num_rows=num_rows,
         vocab_size=model_config.provided.vocab_size,
         mesh=mesh,
     )
@@ -104,6 +112,9 @@ class Container(containers.DeclarativeContainer):
         sampling=row_sampling,
         device_pool=device_pool,
         model_runner=model_runner,
+        window=window_pages,
+        states=Once(hybrid.state_slots, state_allocator),
+        running_states=Once(hybrid.running_states, state_spec, device_pool),
     )
 
     # The control side
@@ -113,6 +124,10 @@ class Container(containers.DeclarativeContainer):
         CacheDeps,
         token_allocator=token_allocator.provided.port,
         device_pool=device_pool,
+        components=model_config.provided.components,
+        sliding_window=model_config.provided.sliding_window,
+        window_allocator=Once(hybrid.port_of, window_allocator),
+        state_allocator=Once(hybrid.port_of, state_allocator),
         page_size=page_size,
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -121,8 +136,7 @@ class Container(containers.DeclarativeContainer):
         eviction_observer=eviction_observer,
     )
     tree_cache: providers.Selector[BasePrefixCache] = providers.Selector(cache_type.provided.name)
-    scheduler_adapter = Once(SchedulerAdapter, tree_cache)
-    scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
+    scheduler_adapter = Once(SchedulerAdapter, tree_cache, num_rows)
     finish_rule = Once(FinishRule, eos_token_ids=tokenizer.provided.eos_token_ids, detokenizer=detokenizer)
     observer: providers.Provider[SchedulerObserver] = Once(Unobserved)
     scheduler = Once(

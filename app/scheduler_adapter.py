@@ -7,34 +7,56 @@ Per request it keeps the lock receipt and the pages that PreparedBatch reported.
 
     0 ------- shared -------------- num_pages
     |  cache's   |  the request's own  |
+
+Window pages of models with sliding windows, and snapshots of recurrent states, have books of their own beside it.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from app.caches.base import BasePrefixCache, LockReceipt
+from app.caches.base import NO_PAGES, BasePrefixCache, InsertResult, LockReceipt
 from app.caches.inspection import Miss, TopPrefixes
+from app.caches.snapshot_leases import SnapshotLeases
+from app.caches.window_leases import WindowLeases
 from app.core.handles import CacheExtentRef, CacheIdentity
 from app.core.keys import RadixKey
+from app.core.ports import TokenAllocator
 from app.errors import IntegrityError
 
 
 class Prefix(NamedTuple):
-    """A cached prefix, locked for the request."""
+    """A cached prefix, locked for the request. window_pages, state: as in MatchResult."""
 
     extent: CacheExtentRef
     num_tokens: int
+    window_pages: np.ndarray = NO_PAGES
+    state: int = 0
 
 
-class Republished(NamedTuple):
-    """Page indexes from `first_page_index` on now belong to the cache as `pages`; the row must read these."""
+class Published(NamedTuple):
+    """The first `num_pages` pages of a request are the cache's now.
 
-    first_page_index: int
-    pages: np.ndarray  # (n,) int32
+    pages: (n,) int32, what the row must read from `first_page_index` on because the cache had pages there already;
+        empty where the row's own pages became the cache's. window_pages: as many with sliding windows.
+    """
+
+    num_pages: int
+    first_page_index: int = 0
+    pages: np.ndarray = NO_PAGES
+    window_pages: np.ndarray = NO_PAGES
+
+
+class Frees(NamedTuple):
+    """Freed and not yet told to the runtime, (n,) int32 each: full pages, window pages, snapshots."""
+
+    pages: np.ndarray
+    window_pages: np.ndarray
+    snapshots: np.ndarray
 
 
 class PageCounts(NamedTuple):
@@ -60,8 +82,11 @@ class _Lease:
 class SchedulerAdapter:
     """Leases on one prefix cache, by request id. Single-threaded, like the cache."""
 
-    def __init__(self, tree_cache: BasePrefixCache) -> None:
+    def __init__(self, tree_cache: BasePrefixCache, num_rows: int = 0) -> None:
+        """num_rows: request rows of the runtime, for models with sliding windows."""
         self._cache = tree_cache
+        self._windows = _window_leases(tree_cache, num_rows)
+        self._snapshots = SnapshotLeases(tree_cache.state_allocator) if tree_cache.state_allocator else None
         self._allocator = tree_cache.token_allocator
         self._page_size = tree_cache.page_size
         self._leases: dict[str, _Lease] = {}
@@ -89,8 +114,27 @@ class SchedulerAdapter:
         return self._allocator.available()
 
     def reachable(self) -> int:
-        """Pages that the next prepare may hand out if everything unlocked is evicted."""
+        """Pages that the next prepare may hand out if everything unlocked is evicted; a window page for each."""
+        return min(self.reachable_full(), self.reachable_window())
+
+    def reachable_full(self) -> int:
+        """`reachable` as far as full pages are concerned."""
         return self._allocator.available() + self._cache.evictable_pages
+
+    def reachable_window(self) -> int:
+        """`reachable` as far as window pages are concerned; more than there can be without sliding windows."""
+        if self._windows is None:
+            return sys.maxsize
+        return self._windows.available() + self._cache.evictable_window_pages
+
+    @property
+    def window_pages_kept(self) -> int:
+        """The most window pages that a row holds while it decodes; 0 without sliding windows."""
+        return 0 if self._windows is None else self._windows.kept_pages
+
+    def num_own_window_pages(self, request_id: str) -> int:
+        """Window pages that the request holds and the cache does not."""
+        return 0 if self._windows is None else self._windows.num_own(request_id)
 
     def probe(self, key: RadixKey) -> int:
         """Tokens of `key` that are cached now. Changes nothing."""
@@ -120,10 +164,36 @@ class SchedulerAdapter:
         self._leases[request_id] = _Lease(
             receipt, np.concatenate([found.pages, np.zeros(16, np.int32)]), num_pages, num_pages
         )
-        return Prefix(CacheExtentRef.of(self.identity, found.pages), found.num_tokens)
+        if self._windows is not None:
+            self._windows.begin(request_id, found.window_pages)
+        extent = CacheExtentRef.of(self.identity, found.pages)
+        return Prefix(extent, found.num_tokens, found.window_pages, found.state)
 
-    def extend(self, request_id: str, pages: np.ndarray) -> None:
+    def prepared(self, snapshot_slots: np.ndarray) -> None:
+        """A plan was prepared: the runtime has retired window pages, and reserved these snapshots, (rows,) int32.
+
+        To be told before the rows that the plan admitted are seated and any row extended.
+        """
+        if self._windows is not None:
+            for request_id in self._windows.retire():
+                self._cache.unlock_window(self._leases[request_id].receipt)
+        if self._snapshots is not None:
+            self._snapshots.hold(snapshot_slots)
+
+    def seat(self, request_id: str, slot: int) -> None:
+        """The runtime gave the request a row."""
+        if self._windows is not None:
+            self._windows.seat(request_id, slot)
+
+    def settle(self, slots: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
+        """A step was read that computed the last of so many tokens of these rows."""
+        if self._windows is not None:
+            self._windows.settle(slots, num_tokens)
+
+    def extend(self, request_id: str, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES) -> None:
         """The request gained these pages, (n,) int32, as PreparedBatch said."""
+        if self._windows is not None:
+            self._windows.extend(request_id, window_pages)
         lease = self._leases[request_id]
         end = lease.num_pages + pages.size
         if end > lease.pages.size:
@@ -133,16 +203,21 @@ class SchedulerAdapter:
         lease.pages[lease.num_pages : end] = pages
         lease.num_pages = end
 
-    def publish(self, request_id: str, settled: RadixKey) -> Republished | None:
+    def publish(self, request_id: str, settled: RadixKey, snapshot: int = 0) -> Published | None:
         """Give the whole pages of `settled` to the cache: tokens whose KV is written and whose ids are final.
 
-        -> what the row must read from now on, if the cache already had pages there; the request's are freed. Nothing
+        snapshot: the recurrent state after exactly these tokens, as a plan took it, or 0. It is the cache's afterwards,
+            or free.
+        -> None when nothing more of the request is the cache's than before; its own duplicates are freed. Nothing
         happens for a request that has no lease: its pool was lost.
         """
         lease = self._leases.get(request_id)
-        if lease is None or len(settled) // self._page_size <= lease.shared:
+        if lease is None:
             return None
-        result = self._cache.insert(settled, lease.pages[: lease.num_pages])
+        if len(settled) // self._page_size <= lease.shared:
+            self.drop_snapshot(snapshot)
+            return None
+        result = self._insert(request_id, lease, settled, snapshot)
         published = result.pages.size
         if published <= lease.shared:
             return None
@@ -150,14 +225,33 @@ class SchedulerAdapter:
         self._cache.unlock(lease.receipt)
         lease.receipt = receipt
         first = lease.shared
+        lease.shared = published
         held, cached = lease.pages[first:published], result.pages[first:published]
         duplicates = held != cached
-        lease.shared = published
-        if not duplicates.any():
-            return None
-        self._allocator.free(held[duplicates])
-        lease.pages[first:published] = cached
-        return Republished(first, cached)
+        differs = bool(duplicates.any())
+        if differs:
+            self._allocator.free(held[duplicates])
+            lease.pages[first:published] = cached
+        window_pages = NO_PAGES
+        if self._windows is not None:
+            differs |= self._windows.publish(request_id, result.window_pages)
+            window_pages = self._windows.held_pages(request_id)[first:published]
+        return Published(published, first, cached, window_pages) if differs else Published(published)
+
+    def drop_snapshot(self, snapshot: int) -> None:
+        """A snapshot that a plan took is of no use; 0 is none."""
+        if snapshot and self._snapshots is not None:
+            self._snapshots.drop(snapshot)
+
+    def _insert(self, request_id: str, lease: _Lease, settled: RadixKey, snapshot: int) -> InsertResult:
+        pages = lease.pages[: lease.num_pages]
+        if self._windows is None and self._snapshots is None:
+            return self._cache.insert(settled, pages)
+        window_pages = NO_PAGES if self._windows is None else self._windows.held_pages(request_id)
+        result = self._cache.insert(settled, pages, window_pages, snapshot)
+        if snapshot and self._snapshots is not None:
+            (self._snapshots.adopted if result.state_adopted else self._snapshots.drop)(snapshot)
+        return result
 
     def finish(self, request_id: str, settled: RadixKey) -> None:
         """Publish what is settled and let go of the rest. Nothing happens for a request that has no lease."""
@@ -171,21 +265,39 @@ class SchedulerAdapter:
             return
         if lease.num_pages > lease.shared:
             self._allocator.free(lease.own())
+        if self._windows is not None:
+            self._windows.release(request_id)
         self._cache.unlock(lease.receipt)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are available. -> whether they are; evicts nothing when that cannot be reached."""
-        shortfall = num_pages - self._allocator.available()
-        if shortfall <= 0:
-            return True
-        if shortfall > self._cache.evictable_pages:
+        """Evict until `num_pages` are available, with a window page for each.
+
+        -> whether they are; evicts nothing when that cannot be reached.
+        """
+        if num_pages > self.reachable():
             return False
-        self.num_evicted_pages += self._cache.evict(shortfall)
+        shortfall = num_pages - self._allocator.available()
+        if shortfall > 0:
+            self.num_evicted_pages += self._cache.evict(shortfall)
+        if self._windows is not None:
+            shortfall = num_pages - self._windows.available()
+            if shortfall > 0:
+                self._cache.evict_window(shortfall)
         return True
 
-    def recorded_frees(self) -> np.ndarray:
-        """Freed pages for the next plan."""
-        return self._allocator.recorded_frees()
+    def make_room_for_snapshots(self, count: int) -> None:
+        """Evict until so many snapshots are available, or nothing unlocked is left: who gets none does without."""
+        if self._snapshots is not None and count > self._snapshots.available():
+            self._cache.evict_states(count - self._snapshots.available())
+
+    def recorded_frees(self) -> Frees:
+        """What was freed, for the next plan."""
+        cache = self._cache
+        return Frees(
+            self._allocator.recorded_frees(),
+            cache.window_allocator.recorded_frees() if cache.window_allocator else NO_PAGES,
+            cache.state_allocator.recorded_frees() if cache.state_allocator else NO_PAGES,
+        )
 
     def num_pages(self, request_id: str) -> int:
         """Pages that the request reads, shared ones included."""
@@ -194,6 +306,10 @@ class SchedulerAdapter:
     def reset(self) -> None:
         """The pool is gone: forget every lease and everything cached."""
         self._leases.clear()
+        if self._windows is not None:
+            self._windows.reset()
+        if self._snapshots is not None:
+            self._snapshots.reset()
         self._cache.reset()
 
     def flush(self) -> int:
@@ -202,32 +318,65 @@ class SchedulerAdapter:
 
     def ledger(self) -> dict[str, np.ndarray]:
         """Page ids by class, int32 each: cached_evictable, cached_protected, requests, recorded, free. For checks."""
-        evictable, protected = self._cache.cached_page_ids()
         own = [lease.own() for lease in self._leases.values()]
-        return {
-            "cached_evictable": evictable,
-            "cached_protected": protected,
-            "requests": np.concatenate(own) if own else np.empty(0, np.int32),
-            "recorded": self._allocator.recorded_frees(),
-            "free": self._allocator.free_page_ids(),
-        }
+        requests = np.concatenate(own) if own else NO_PAGES
+        return _classes(self._allocator, self._cache.cached_page_ids(), requests)
+
+    def window_ledger(self) -> dict[str, np.ndarray]:
+        """The same of window pages; empty without sliding windows."""
+        if self._windows is None or self._cache.window_allocator is None:
+            return {}
+        cached = self._cache.cached_window_page_ids()
+        return _classes(self._cache.window_allocator, cached, self._windows.own_page_ids())
+
+    def snapshot_ledger(self) -> dict[str, np.ndarray]:
+        """The same of snapshots; empty without recurrent layers."""
+        if self._snapshots is None or self._cache.state_allocator is None:
+            return {}
+        return _classes(self._cache.state_allocator, self._cache.cached_states(), self._snapshots.in_flight_ids())
 
     def check_integrity(self) -> None:
-        """Every page of the pool is in exactly one class of the ledger; the cache's own invariants hold. O(pages)."""
+        """Every page of each pool is in exactly one class of its ledger; the cache's own invariants hold. O(pages)."""
         self._cache.check_integrity()
-        classes = self.ledger()
-        owners = np.zeros(self.capacity + 1, np.int32)
-        for pages in classes.values():
-            np.add.at(owners, pages, 1)
-        double = np.flatnonzero(owners[1:] > 1) + 1
-        leaked = np.flatnonzero(owners[1:] == 0) + 1
-        if double.size or leaked.size or owners[0]:
-            counts = {name: int(pages.size) for name, pages in classes.items()}
-            raise IntegrityError(
-                owner="ledger",
-                broken=f"double owned: {double[:8].tolist()} ({double.size}), leaked: {leaked[:8].tolist()} "
-                f"({leaked.size}), padding page owned: {bool(owners[0])}; counts {counts}, capacity {self.capacity}",
-            )
+        _check_ledger("pages", self.ledger(), self.capacity)
+        if self._windows is not None and self._cache.window_allocator is not None:
+            _check_ledger("window pages", self.window_ledger(), self._cache.window_allocator.capacity)
+            self._windows.check_integrity()
+        if self._cache.state_allocator is not None:
+            _check_ledger("snapshots", self.snapshot_ledger(), self._cache.state_allocator.capacity)
         for request_id, lease in self._leases.items():
             if not 0 <= lease.shared <= lease.num_pages:
                 raise IntegrityError(owner="SchedulerAdapter", broken=f"lease of {request_id!r}: {lease}")
+
+
+def _window_leases(cache: BasePrefixCache, num_rows: int) -> WindowLeases | None:
+    if cache.window_allocator is None or cache.sliding_window is None:
+        return None
+    return WindowLeases(allocator=cache.window_allocator, window=cache.sliding_window, num_rows=num_rows)
+
+
+def _classes(
+    allocator: TokenAllocator, cached: tuple[np.ndarray, np.ndarray], requests: np.ndarray
+) -> dict[str, np.ndarray]:
+    return {
+        "cached_evictable": cached[0],
+        "cached_protected": cached[1],
+        "requests": requests,
+        "recorded": allocator.recorded_frees(),
+        "free": allocator.free_page_ids(),
+    }
+
+
+def _check_ledger(what: str, classes: dict[str, np.ndarray], capacity: int) -> None:
+    owners = np.zeros(capacity + 1, np.int32)
+    for pages in classes.values():
+        np.add.at(owners, pages, 1)
+    double = np.flatnonzero(owners[1:] > 1) + 1
+    leaked = np.flatnonzero(owners[1:] == 0) + 1
+    if double.size or leaked.size or owners[0]:
+        counts = {name: int(pages.size) for name, pages in classes.items()}
+        raise IntegrityError(
+            owner=f"ledger of {what}",
+            broken=f"double owned: {double[:8].tolist()} ({double.size}), leaked: {leaked[:8].tolist()} "
+            f"({leaked.size}), padding page owned: {bool(owners[0])}; counts {counts}, capacity {capacity}",
+        )

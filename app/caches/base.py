@@ -129,6 +129,9 @@ class BasePrefixCache(ABC):
 
     def __init__(self, deps: CacheDeps) -> None:
         self.token_allocator = deps.token_allocator
+        self.window_allocator = deps.window_allocator  # None without sliding windows
+        self.state_allocator = deps.state_allocator  # None without recurrent layers
+        self.sliding_window = deps.sliding_window
         self.page_size = deps.page_size
 
     @property

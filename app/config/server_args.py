@@ -109,6 +109,15 @@ class ServerArgs:
     disable_overlap: bool = False
     """Run one step at a time instead of planning the next while one runs; for debugging."""
 
+    swa_full_tokens_ratio: float = 0.5
+    """Tokens that the pool of sliding-window layers holds for each token of the other pool, for models with both."""
+
+    recurrent_track_interval: int = 256
+    """Tokens between snapshots of recurrent states, at which later requests can hit; rounded up to whole pages."""
+
+    max_recurrent_snapshots: int | None = None
+    """Snapshots of recurrent states that are kept; by default one for each interval of the KV pool."""
+
     eviction_policy: EvictionPolicy = "lru"
     """Which unlocked cached pages go first when room is needed."""
 
@@ -192,6 +201,13 @@ def _whole(field: str, low: int, high: int) -> _Rule:
     return _Rule(field, lambda value: type(value) is int and low <= value <= high, f"a whole number, {low} to {high}")
 
 
+def _share(field: str) -> _Rule:
+    def accepts(value: object) -> bool:
+        return type(value) is float and 0 < value <= 1
+
+    return _Rule(field, accepts, "a number above 0, at most 1")
+
+
 def _whole_or_none(field: str, low: int, high: int) -> _Rule:
     rule = _whole(field, low, high)
     return rule._replace(accepts=lambda value: value is None or rule.accepts(value))
@@ -244,5 +260,8 @@ _RULES: tuple[_Rule, ...] = (
     _one_of("log_level", LogLevel),
     _one_of("log_format", LogFormat),
     _switch("disable_overlap"),
+    _share("swa_full_tokens_ratio"),
+    _whole("recurrent_track_interval", 1, MAX_INT32),
+    _whole_or_none("max_recurrent_snapshots", 1, MAX_INT32),
     _one_of("eviction_policy", EvictionPolicy),
 )

@@ -191,9 +191,13 @@ class BatchPlanBuilder:
         self._extends: list[tuple[int, int, int, int, bool]] = []
         self._chunks: list[np.ndarray] = []
 
-    def free(self, pages: np.ndarray) -> None:
-        """Pages to give back: everything that the allocator has recorded."""
+    def free(self, pages: np.ndarray, window_pages: np.ndarray | None = None, states: np.ndarray | None = None) -> None:
+        """What to give back: everything that each allocator has recorded."""
         self._fields["free_pages"] = pages
+        if window_pages is not None:
+            self._fields["free_window_pages"] = window_pages
+        if states is not None:
+            self._fields["free_states"] = states
 
     def release(self, handle: RequestRuntimeHandle) -> None:
         """The row ends. StaleHandleError for a row of another runtime."""
@@ -204,13 +208,39 @@ class BatchPlanBuilder:
     def rewrite(self, rewrite: PageRewrite) -> None:
         self._rewrites.append(rewrite)
 
-    def admit(self, prefix: CacheExtentRef, token_ids: np.ndarray, prompt_length: int, sampling: SamplingParams) -> int:
+    def publish(self, published: dict[tuple[int, int], int]) -> None:
+        """(slot, generation) of rows -> how many of their first pages are the cache's now."""
+        places = np.array([(*row, count) for row, count in published.items()], np.int32).reshape(-1, 3)
+        self._fields.update(
+            published_slots=places[:, 0], published_generations=places[:, 1], published_counts=places[:, 2]
+        )
+
+    def admit(
+        self,
+        prefix: CacheExtentRef,
+        token_ids: np.ndarray,
+        prompt_length: int,
+        sampling: SamplingParams,
+        prefix_window_pages: np.ndarray | None = None,
+        state: int = 0,
+    ) -> int:
         """-> the slot number by which `extend` names the new row in this plan (negative)."""
         prefix.check(self.identity)
         self._admissions.append(
-            Admission(prefix_pages=prefix.pages(), prompt_length=prompt_length, token_ids=token_ids, sampling=sampling)
+            Admission(
+                prefix_pages=prefix.pages(),
+                prompt_length=prompt_length,
+                token_ids=token_ids,
+                sampling=sampling,
+                prefix_window_pages=_no_ints() if prefix_window_pages is None else prefix_window_pages,
+                state=state,
+            )
         )
         return -len(self._admissions)
+
+    def snapshot(self, rows: np.ndarray) -> None:
+        """(rows,) bool over decode rows, then extends: whose state to keep as it is after this step."""
+        self._fields["snapshots"] = rows
 
     def decode(self, slots: np.ndarray, generations: np.ndarray, positions: np.ndarray) -> None:
         """All decode rows of the step at once, (d,) int32 each."""

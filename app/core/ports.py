@@ -53,7 +53,7 @@ class StateSpec:
     """The shape of a pool of recurrent states.
 
     Along the axis of slots: 0 is never written and holds zeros, what a sequence begins with; 1..num_snapshots are
-    snapshots; then come the running states, one for each request row: `running_slot`.
+    snapshots; then come the running states, one for each request row: `running_slots`.
     """
 
     num_snapshots: int
@@ -71,9 +71,9 @@ class StateSpec:
         """Bytes of one slot, every layer together, over all ranks."""
         return self.num_layers * sum(array.num_bytes for array in self.arrays)
 
-    def running_slot(self, row: int) -> int:
-        """Where the state of request row `row` is: also for arrays of rows."""
-        return 1 + self.num_snapshots + row
+    def running_slots(self, rows: np.ndarray) -> np.ndarray:
+        """Where the states of these request rows are: (n,) int32 to the same."""
+        return rows + np.int32(1 + self.num_snapshots)
 
 
 class DevicePool(Protocol):

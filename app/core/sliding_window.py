@@ -9,7 +9,8 @@ pages of the settled tokens, is of use to a later match only with its last W tok
 
 from __future__ import annotations
 
-from typing import TypeVar
+import copy
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,3 +38,79 @@ def pages_seen(num_queries: int, window: int, page_size: int) -> int:
 
 def _at_least_zero(count: Count) -> Count:
     return count * (count > 0)
+
+
+class RetiredPages(NamedTuple):
+    """Page indexes firsts[i] .. ends[i] - 1 of row rows[i] retire. (n,) ints each, no range empty."""
+
+    rows: np.ndarray
+    firsts: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        return int((self.ends - self.firsts).sum())
+
+
+class WindowRows:
+    """How far the window pages of each request row are retired. The runtime and control each keep one, and tell it the
+    same things in the same order, so that they agree without a message.
+
+    A row's own window pages are those from the greater of `num_shared` and `retired` on: the pages before num_shared
+    are the cache's, which retires them by itself.
+    """
+
+    def __init__(self, num_rows: int, window: int, page_size: int) -> None:
+        self._window = window
+        self._page_size = page_size
+        self._num_shared = np.zeros(num_rows, np.int32)
+        self._retired = np.zeros(num_rows, np.int32)
+        self._settled = np.zeros(num_rows, np.int32)
+
+    def begin(self, row: int, num_shared: int) -> None:
+        """The row starts with so many pages of the cache."""
+        self._num_shared[row] = num_shared
+        self._retired[row] = 0
+        self._settled[row] = num_shared * self._page_size
+
+    def end(self, rows: int | np.ndarray) -> None:
+        """The rows are nobody's: nothing of them retires."""
+        self._num_shared[rows] = self._retired[rows] = self._settled[rows] = 0
+
+    def share(self, rows: int | np.ndarray, num_shared: int | np.ndarray) -> None:
+        """The first pages of these rows are the cache's now, at least as many as before."""
+        self._num_shared[rows] = num_shared
+
+    def settle(self, rows: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
+        """The step that computed the last of so many tokens of these rows was read."""
+        self._settled[rows] = num_tokens
+
+    def due(self) -> RetiredPages:
+        """What `retire` would retire now. O(rows), whatever their lengths."""
+        frontiers = first_needed_page(self._settled, self._window, self._page_size)
+        begins = np.maximum(self._num_shared, self._retired)
+        rows = np.flatnonzero(frontiers > begins)
+        return RetiredPages(rows, begins[rows], frontiers[rows])
+
+    def retire(self) -> RetiredPages:
+        """Every row's own pages before its frontier stop being its own."""
+        due = self.due()
+        self._retired[due.rows] = due.ends
+        return due
+
+    def first_own(self, row: int) -> int:
+        """The index from which on the row's window pages are its own and live."""
+        return max(int(self._num_shared[row]), int(self._retired[row]))
+
+    def is_past(self, row: int) -> bool:
+        """Whether the row needs no window page of the cache any more."""
+        needed = first_needed_page(int(self._settled[row]), self._window, self._page_size)
+        return needed >= int(self._num_shared[row])
+
+    def copy(self) -> WindowRows:
+        """The same rows, to try something out. O(rows)."""
+        return copy.deepcopy(self)
+
+    def clear(self) -> None:
+        """Every row is nobody's."""
+        self.end(np.arange(self._settled.size))

@@ -220,6 +220,13 @@ class PagedTokenToKVPoolAllocator:
         book.num_recorded -= pages.size
         self._push(pages)
 
+    def check_recorded(self, pages: np.ndarray) -> None:
+        """Raise as `apply_frees` would, unless every page, (n,) int32, is recorded as freed. O(n) for the latest."""
+        _require_int32(pages)
+        recorded = self._book.recorded
+        if pages.size and not (recorded and np.array_equal(recorded[0], pages)):
+            self._refuse_unrecorded(pages)
+
     def check_held(self, pages: np.ndarray) -> None:
         """Raise StaleHandleError unless every page, (n,) int32, is held by somebody: the pages of a cached prefix."""
         _require_int32(pages)
@@ -278,15 +285,17 @@ class PagedTokenToKVPoolAllocator:
 
     def _unrecord(self, pages: np.ndarray) -> None:
         """Take `pages` out of the recorded list, wherever they are in it; refuse others. O(recorded)."""
-        book = self._book
+        self._refuse_unrecorded(pages)
         recorded = self.recorded_page_ids()
+        left = recorded[~np.isin(recorded, pages)]
+        self._book.recorded = [left] if left.size else []
+
+    def _refuse_unrecorded(self, pages: np.ndarray) -> None:
         ids, counts = np.unique(pages, return_counts=True)
-        book.refuse_foreign(pages)
-        wrong = (counts > 1) | ~np.isin(ids, recorded)
+        self._book.refuse_foreign(pages)
+        wrong = (counts > 1) | ~np.isin(ids, self.recorded_page_ids())
         if wrong.any():
             raise DoubleFreeError(pages=tuple(ids[wrong].tolist()))
-        left = recorded[~np.isin(recorded, ids)]
-        book.recorded = [left] if left.size else []
 
 
 def _index(pages: np.ndarray) -> np.ndarray:

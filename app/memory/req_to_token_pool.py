@@ -22,14 +22,19 @@ from app.errors import IntegrityError, OutOfRequestSlotsError, StaleHandleError
 from app.tpu.program import Program, from_host, replicated
 
 _SMALLEST_DELTA = 16
+NO_PAGES = np.empty(0, np.int32)
 
 
 class TableDelta(NamedTuple):
-    """Cells that changed: table[rows[i], columns[i]] = pages[i]; each cell at most once. (n,) int32 each."""
+    """Cells that changed: table[rows[i], columns[i]] = pages[i]; each cell at most once. (n,) int32 each.
+
+    window_pages: for a model with sliding windows, what the same cells of the window's table are now; else empty.
+    """
 
     rows: np.ndarray
     columns: np.ndarray
     pages: np.ndarray
+    window_pages: np.ndarray = NO_PAGES
 
 
 class ReqToTokenPool:
@@ -74,13 +79,17 @@ class ReqToTokenPool:
             return
         if slots.min() < 0 or slots.max() >= self.num_rows:
             raise StaleHandleError(what="request row", held=slots.tolist(), current=f"rows 0..{self.num_rows - 1}")
-        good = (self.generations[slots] == generations) & self._in_use[slots]
+        good = self.is_current(slots, generations)
         if not good.all():
             bad = int(np.flatnonzero(~good)[0])
             slot = int(slots[bad])
             raise StaleHandleError(
                 what="request row", held=(slot, int(generations[bad])), current=(slot, int(self.generations[slot]))
             )
+
+    def is_current(self, slots: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """(n,) bool: whether each row is in use under that generation. (n,) int32 each."""
+        return (self.generations[slots] == generations) & self._in_use[slots]
 
     def allocate(self, count: int) -> np.ndarray:
         """-> (count,) int32 slots, empty rows under a new generation. OutOfRequestSlotsError changes nothing."""
@@ -128,9 +137,9 @@ class ReqToTokenPool:
 
     def apply(self, deltas: list[TableDelta]) -> None:
         """Bring the device table up to date with `deltas`, in order, in one dispatch. O(cells) bytes travel."""
-        cells = _merge(deltas)
+        cells = merged_cells([(delta.rows, delta.columns, delta.pages) for delta in deltas])
         if cells.shape[1]:
-            self._device = _scatter(self._device, cells)
+            self._device = scatter_cells(self._device, cells)
 
     def row_pages(self, slot: int) -> np.ndarray:
         """(n,) int32, the pages that the row reads."""
@@ -151,13 +160,16 @@ class ReqToTokenPool:
                 raise IntegrityError(owner="ReqToTokenPool", broken=f"row {slot} reads a page twice or the padding")
 
 
-def _merge(deltas: list[TableDelta]) -> np.ndarray:
-    """One (3, bucket) int32 blob; a later write to a cell replaces an earlier one; padding is out of range."""
-    deltas = [delta for delta in deltas if delta.rows.size]
-    if not deltas:
+def merged_cells(writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Rows, columns and pages, (n,) int32 each, in order of writing -> one (3, bucket) int32 blob.
+
+    A later write to a cell replaces an earlier one; padding is out of range.
+    """
+    writes = [write for write in writes if write[0].size]
+    if not writes:
         return np.empty((3, 0), np.int32)
-    cells = np.concatenate([np.stack(delta) for delta in deltas], axis=1)
-    if len(deltas) > 1:
+    cells = np.concatenate([np.stack(write) for write in writes], axis=1)
+    if len(writes) > 1:
         # A scatter with two writes to one cell has no defined winner: keep the last of each.
         cell_ids = cells[0].astype(np.int64) << 32 | cells[1]
         _, last = np.unique(cell_ids[::-1], return_index=True)
@@ -169,7 +181,7 @@ def _merge(deltas: list[TableDelta]) -> np.ndarray:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _scatter(table: jax.Array, cells: jax.Array) -> jax.Array:
+def scatter_cells(table: jax.Array, cells: jax.Array) -> jax.Array:
     return table.at[cells[0], cells[1]].set(cells[2], mode="drop")
 
 
@@ -183,4 +195,4 @@ def table_programs(*, num_rows: int, max_pages: int, num_cells: int, mesh: Mesh)
     """What `apply` dispatches for a step that changes `num_cells` cells."""
     table = replicated(mesh, (num_rows, max_pages), np.int32)
     cells = from_host((3, max(_SMALLEST_DELTA, 1 << (num_cells - 1).bit_length())), np.int32)
-    return [Program(name="page_table_update", function=_scatter, arguments=(table, cells), donated=(table,))]
+    return [Program(name="page_table_update", function=scatter_cells, arguments=(table, cells), donated=(table,))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 from app.config.model_config import ModelConfig
-from app.core.ports import ModelRunner, PoolSpec
+from app.core.ports import ModelRunner, PoolSpec, StateSpec
 from app.models.checkpoint import Progress
 from app.models.flat_programs import FlatPrograms
 from app.models.flat_runner import FlatModelRunner
@@ -14,6 +14,8 @@ from app.models.layers.attention_choice import AttentionChoice, AttentionKind
 from app.models.layers.flat_attentions import flat_attention
 from app.models.model_runner import LlamaModelRunner
 from app.models.weights_on_mesh import WeightsSource
+from app.tpu.hybrid_pool import HybridKVPool
+from app.tpu.kv_pool import MHATokenToKVPool
 from app.tpu.mesh import TENSOR_AXIS
 from app.tpu.pool_layout import ArrayPerLayer, FlatByHead, FlatWide, PoolLayout
 
@@ -22,6 +24,19 @@ _LAYOUTS: dict[AttentionKind, PoolLayout] = {
     AttentionKind.RAGGED: FlatByHead(),
     AttentionKind.GATHER: FlatWide(),
 }
+
+
+def device_pool(
+    spec: PoolSpec,
+    mesh: Mesh,
+    attention: AttentionChoice,
+    window_spec: PoolSpec | None,
+    state_spec: StateSpec | None,
+) -> MHATokenToKVPool | HybridKVPool:
+    """One kind of pages for a model of full attention, HybridBuffers for every other."""
+    if window_spec is None and state_spec is None and spec.arrays_per_layer == 2:
+        return MHATokenToKVPool(spec, mesh, pool_layout(attention))
+    return HybridKVPool(spec, mesh, window_spec, state_spec)
 
 
 def pool_layout(attention: AttentionChoice) -> PoolLayout:

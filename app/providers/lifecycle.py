@@ -10,8 +10,11 @@ from app.core.ports import ModelRunner
 from app.errors import RuntimeClosedError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
+from app.memory.state_slots import StateSlots
+from app.memory.window_pages import WindowPagePool
 from app.runtime.local import LocalRuntime, OwnedPool
 from app.runtime.row_sampling import RowSampling
+from app.runtime.running_states import RunningStates
 
 
 class Lifecycle:
@@ -56,11 +59,21 @@ class LocalRuntimeResource(resources.Resource[LocalRuntime]):
         sampling: RowSampling,
         device_pool: OwnedPool,
         model_runner: ModelRunner,
+        window: WindowPagePool | None,
+        states: StateSlots | None,
+        running_states: RunningStates | None,
     ) -> LocalRuntime:
         self._lifecycle = lifecycle
         return lifecycle.open(
             LocalRuntime(
-                allocator=allocator, rows=rows, sampling=sampling, device_pool=device_pool, model_runner=model_runner
+                allocator=allocator,
+                rows=rows,
+                sampling=sampling,
+                device_pool=device_pool,
+                model_runner=model_runner,
+                window=window,
+                states=states,
+                running_states=running_states,
             )
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config.checks import check_against_model
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ModelConfig
 from app.config.parallel import padded_kv_heads
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
@@ -68,7 +68,7 @@ def page_spec(args: ServerArgs, model: ModelConfig, stored: str) -> PoolSpec:
     return PoolSpec(
         num_pages=1,
         page_size=args.page_size,
-        num_layers=model.num_layers,
+        num_layers=len(model.layers_with(Component.FULL)),
         num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
         head_dim=model.head_dim,
         dtype=stored,
@@ -95,24 +95,24 @@ def as_stored(page: PoolSpec, attention: AttentionChoice) -> PoolSpec:
 
 
 def pool_pages(
-    args: ServerArgs, model: ModelConfig, page: PoolSpec, memory_bytes: int, dtype: str, room: PoolRoom
+    args: ServerArgs, model: ModelConfig, bytes_a_page: int, memory_bytes: int, dtype: str, room: PoolRoom
 ) -> int:
     """Pages of the pool: as asked, else what memory allows after the weights. ConfigError if that serves no request.
 
-    page, memory_bytes: over all ranks.
+    bytes_a_page, memory_bytes: over all ranks; a page with all that it needs beside it.
     """
     left = memory_bytes - model.num_parameters * (4 if dtype == "float32" else 2)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // args.page_size
-        if (pages + 1) * page.page_bytes > left:
+        if (pages + 1) * bytes_a_page > left:
             raise ConfigError(
                 field="--max-total-tokens",
                 value=args.max_total_tokens,
-                allowed=f"at most {max(left // page.page_bytes - 1, 0) * args.page_size}: that many tokens of KV fit "
+                allowed=f"at most {max(left // bytes_a_page - 1, 0) * args.page_size}: that many tokens of KV fit "
                 "the memory that the weights leave",
             )
         return pages
-    pages = int(left * room.share) // page.page_bytes
+    pages = int(left * room.share) // bytes_a_page
     if room.full_contexts is not None:
         pages = min(pages, room.full_contexts * model.context_length // args.page_size)
     if pages * args.page_size < model.context_length:
@@ -146,6 +146,13 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
+def snapshot_interval(args: ServerArgs, model: ModelConfig) -> int | None:
+    """Tokens between snapshots of recurrent states, whole pages; None for a model without recurrent layers."""
+    if Component.RECURRENT not in model.components:
+        return None
+    return -(-args.recurrent_track_interval // args.page_size) * args.page_size
+
+
 def scheduler_limits(args: ServerArgs, model: ModelConfig) -> SchedulerLimits:
     whole_prompts = args.chunked_prefill_size == CHUNKING_OFF
     return SchedulerLimits(
@@ -157,4 +164,5 @@ def scheduler_limits(args: ServerArgs, model: ModelConfig) -> SchedulerLimits:
         random_seed=args.random_seed,
         overlap=not args.disable_overlap,
         check_invariants=args.check_invariants,
+        snapshot_interval=snapshot_interval(args, model),
     )

@@ -45,7 +45,9 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
     attention = sizing.attention_choice(args, model, "tpu", stored, dtype)
     page = sizing.as_stored(sizing.page_spec(args, model, stored), attention)
     memory = args.tp_size * target.memory_bytes
-    spec = sizing.with_pages(page, sizing.pool_pages(args, model, page, memory, dtype, sizing.pool_room("tpu")))
+    spec = sizing.with_pages(
+        page, sizing.pool_pages(args, model, page.page_bytes, memory, dtype, sizing.pool_room("tpu"))
+    )
     mesh = target.mesh(args.tp_size)
     reads = flat_attention(attention.kind, spec, args.tp_size)
     programs = step_programs(model, mesh, spec, reads, dtype, _largest_step(args, model))

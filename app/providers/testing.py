@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dependency_injector import providers
+from jax.sharding import Mesh
 
 from app.caches.registry import CacheTypeRegistry, default_registry
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ModelConfig
 from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
+from app.core.ports import ModelRunner, PoolSpec, StateSpec
 from app.errors import ConfigError
 from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
+from app.tpu.hybrid_fake import FakeHybridPool, HybridFakeRunner
 
 Override = Callable[[Container], providers.Provider[object]]
 """Makes the provider that replaces another; it may refer to the container's other providers."""
@@ -28,7 +31,23 @@ Override = Callable[[Container], providers.Provider[object]]
 
 def fake_device_pool(container: Container) -> providers.Provider[object]:
     """A device pool that enforces donation, for `overridden(args, device_pool=fake_device_pool)`."""
-    return providers.ThreadSafeSingleton(FakeDevicePool, container.pool_spec, container.mesh)
+    return providers.ThreadSafeSingleton(
+        _fake_pool, container.pool_spec, container.mesh, container.window_spec, container.state_spec
+    )
+
+
+def _fake_pool(
+    spec: PoolSpec, mesh: Mesh, window_spec: PoolSpec | None, state_spec: StateSpec | None
+) -> FakeDevicePool | FakeHybridPool:
+    if window_spec is None and state_spec is None:
+        return FakeDevicePool(spec, mesh)
+    return FakeHybridPool(spec, mesh, window_spec, state_spec)
+
+
+def _fake_runner(config: ModelConfig) -> ModelRunner:
+    if config.components == {Component.FULL}:
+        return FakeModelRunner(config.vocab_size)
+    return HybridFakeRunner(config.vocab_size, config.sliding_window)
 
 
 def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:
@@ -37,7 +56,7 @@ def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:
     return {
         "base_model_config": lambda _: providers.Object(config),
         "device_pool": fake_device_pool,
-        "model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, config.vocab_size),
+        "model_runner": lambda _: providers.ThreadSafeSingleton(_fake_runner, config),
         "tokenizer": lambda _: providers.ThreadSafeSingleton(ByteTokenizer, config.vocab_size),
         "detokenizer": lambda _: providers.ThreadSafeSingleton(ByteDetokenizer),
     }

@@ -1,7 +1,8 @@
 """One step on the device: from a prepared plan's rows to sampled tokens, dispatched without waiting.
 
-Order on the device, which is the order of dispatch: page-table delta; all decode rows; all prompt chunks. Arrays that
-this file makes from host memory are fresh for each step, because jax may read them after the call has returned.
+Order on the device, which is the order of dispatch: page-table deltas; what running states begin with; all decode rows;
+all prompt chunks; snapshots of states. Arrays that this file makes from host memory are fresh for each step, because
+jax may read them after the call has returned.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.core.batch import BatchPlan
-from app.core.ports import DecodeInputs, ExtendInputs, ModelRunner
+from app.core.ports import DecodeInputs, ExtendInputs, ModelRunner, WindowPages
+from app.core.sliding_window import first_seen_page, pages_seen
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta, gather_rows
+from app.memory.window_pages import WindowPagePool, window_rows
 from app.models.sampler import SampledTokens
 from app.runtime.row_sampling import RowSampling, feed
+from app.runtime.running_states import RunningStates
 from app.tpu.program import Program, from_host, replicated
 
 MIN_ROWS = 2  # a program with one row writes its KV a hundred times slower on CPU
@@ -33,6 +37,19 @@ class LentPool(Protocol):
     def take(self) -> Any: ...
 
     def put(self, buffers: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of a prepared plan, (n,) int32 each.
+
+    slots: decode rows, then extend rows, admissions resolved. admitted: the row of each admission.
+    snapshot_slots: where each row's state goes after the step, 0 for nowhere; empty for a model without states.
+    """
+
+    slots: np.ndarray
+    admitted: np.ndarray
+    snapshot_slots: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +74,36 @@ class StepDispatcher:
         device_pool: LentPool,
         model_runner: ModelRunner,
         page_size: int,
+        window: WindowPagePool | None = None,
+        states: RunningStates | None = None,
     ) -> None:
+        """window, states: None for a model without such layers."""
+        self._window = window
+        self._states = states
         self._rows = rows
         self._sampling = sampling
         self._pool = device_pool
         self._runner = model_runner
         self._page_size = page_size
 
-    def run(self, plan: BatchPlan, extend_slots: np.ndarray, deltas: list[TableDelta]) -> list[SectionResult]:
-        """Dispatch the plan. `extend_slots`: rows of the extends, admissions resolved. -> decode, then extend section.
+    def run(self, plan: BatchPlan, rows: StepRows, deltas: list[TableDelta]) -> list[SectionResult]:
+        """Dispatch the plan. -> decode, then extend section.
 
         Whatever the device raises here leaves the pool's arrays lent: they are lost.
         """
         self._rows.apply(deltas)
+        if self._window is not None:
+            self._window.apply(deltas)
+        if self._states is not None:
+            self._states.begin(rows.admitted, plan.admissions)
         sections = []
-        if plan.decode_slots.size:
+        num_decodes = plan.decode_slots.size
+        if num_decodes:
             sections.append(self._decode(plan))
-        if extend_slots.size:
-            sections.append(self._extend(plan, extend_slots))
+        if rows.slots.size > num_decodes:
+            sections.append(self._extend(plan, rows.slots[num_decodes:]))
+        if self._states is not None:
+            self._states.keep(rows.slots, rows.snapshot_slots)
         return sections
 
     def _decode(self, plan: BatchPlan) -> SectionResult:
@@ -85,6 +114,8 @@ class StepDispatcher:
             token_ids=feed(self._sampling.last_tokens(), padded_slots),
             lengths=_padded(lengths, size),
             page_table=self._page_table(padded_slots, int(lengths.max())),
+            window=self._window_pages(padded_slots, plan.decode_positions, plan.decode_positions + 1),
+            state_slots=self._state_slots(slots, size),
         )
         logits = self._with_pool(self._runner.decode, inputs)
         everyone = np.ones(slots.size, np.bool_)
@@ -93,13 +124,16 @@ class StepDispatcher:
     def _extend(self, plan: BatchPlan, slots: np.ndarray) -> SectionResult:
         lengths, starts = plan.extend_lengths, plan.extend_starts
         size = bucket(slots.size, MIN_ROWS)
+        padded_slots = _padded(slots, size)
         inputs = ExtendInputs(
             token_ids=_padded(plan.extend_token_ids, bucket(plan.extend_token_ids.size, MIN_CHUNK)),
             chunk_starts=_padded(np.cumsum(lengths, dtype=np.int32) - lengths, size),
             chunk_lengths=_padded(lengths, size),
             prefix_lengths=_padded(starts, size),
-            page_table=self._page_table(_padded(slots, size), int((starts + lengths).max())),
+            page_table=self._page_table(padded_slots, int((starts + lengths).max())),
             max_chunk=bucket(int(lengths.max()), MIN_CHUNK),
+            window=self._window_pages(padded_slots, starts, starts + lengths),
+            state_slots=self._state_slots(slots, size),
         )
         logits = self._with_pool(self._runner.extend, inputs)
         return SectionResult(self._sampling.choose(logits, slots, starts + lengths, plan.extend_samples), slots.size)
@@ -109,6 +143,22 @@ class StepDispatcher:
         width = min(bucket(-(-longest // self._page_size), smallest), self._rows.max_pages)
         return _page_table(self._rows.device_table(), padded_slots, width=width)
 
+    def _window_pages(self, padded_slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> WindowPages | None:
+        """starts, ends: (n,) int32, the positions of each row's queries."""
+        window = self._window
+        if window is None:
+            return None
+        first_pages = first_seen_page(starts, window.window, self._page_size)
+        widest = int((-(-ends // self._page_size) - first_pages).max())
+        smallest = pages_seen(1, window.window, self._page_size)  # of a decode step: always the same program
+        width = min(bucket(widest, smallest) if widest > smallest else smallest, window.max_pages)
+        first_pages = _padded(first_pages, padded_slots.size)
+        table = _window_table(window.device_table(), padded_slots, first_pages, width=width)
+        return WindowPages(page_table=table, first_pages=first_pages)
+
+    def _state_slots(self, slots: np.ndarray, size: int) -> np.ndarray | None:
+        return None if self._states is None else self._states.running(slots, size)
+
     def _with_pool(self, program: Callable[[Any, Any], tuple[Any, Any]], inputs: Any) -> Any:
         buffers, logits = program(self._pool.take(), inputs)
         self._pool.put(buffers)
@@ -116,6 +166,7 @@ class StepDispatcher:
 
 
 _page_table = partial(jax.jit, static_argnames="width")(gather_rows)
+_window_table = partial(jax.jit, static_argnames="width")(window_rows)
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

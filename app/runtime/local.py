@@ -15,12 +15,13 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Protocol
 
 import numpy as np
 import structlog
 
-from app.core.batch import BatchPlan, PreparedBatch
+from app.core.batch import Admission, BatchPlan, PageRewrite, PreparedBatch
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.ports import ModelRunner
 from app.errors import (
@@ -34,10 +35,13 @@ from app.errors import (
     StepFailedError,
 )
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
-from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta
-from app.runtime.dispatch import LentPool, StepDispatcher
+from app.memory.req_to_token_pool import NO_PAGES, ReqToTokenPool, TableDelta
+from app.memory.state_slots import StateSlots
+from app.memory.window_pages import WindowPagePool
+from app.runtime.dispatch import LentPool, StepDispatcher, StepRows
 from app.runtime.plan_check import check_plan
 from app.runtime.row_sampling import RowSampling
+from app.runtime.running_states import RunningStates
 from app.runtime.step_handle import LocalStepHandle
 
 _log = structlog.get_logger(__name__)
@@ -68,8 +72,10 @@ class _Reservation:
     admitted: np.ndarray  # (admissions,) int32, their rows
     row_slots: np.ndarray  # (rows,) int32, admissions resolved
     page_counts: np.ndarray  # (rows,) int32, pages that each row gained
+    row_generations: np.ndarray  # (rows,) int32
     rewrites: list[TableDelta]  # they hold even if it is discarded
     appends: list[TableDelta]  # then what it reserved
+    snapshot_slots: np.ndarray  # (rows,) int32, 0 for none; empty without recurrent layers
 
 
 class LocalRuntime:
@@ -83,7 +89,13 @@ class LocalRuntime:
         sampling: RowSampling,
         device_pool: OwnedPool,
         model_runner: ModelRunner,
+        window: WindowPagePool | None = None,
+        states: StateSlots | None = None,
+        running_states: RunningStates | None = None,
     ) -> None:
+        """window: for a model with sliding windows; states, running_states: for one with recurrent layers."""
+        self._window = window
+        self._states = states
         self._allocator = allocator
         self._rows = rows
         self._sampling = sampling
@@ -95,6 +107,8 @@ class LocalRuntime:
             device_pool=device_pool,
             model_runner=model_runner,
             page_size=allocator.page_size,
+            window=window,
+            states=running_states,
         )
         self._is_open = False
         self._was_open = False
@@ -119,6 +133,8 @@ class LocalRuntime:
         else:
             self._rows.open()
             self._sampling.open()
+            if self._window is not None:
+                self._window.open()
         self._is_open = self._was_open = True
 
     def close(self) -> None:
@@ -130,6 +146,8 @@ class LocalRuntime:
         self._is_open = False
         self._prepared.clear()
         self._sampling.close()
+        if self._window is not None:
+            self._window.close()
         self._rows.close()
         self._pool.close()
         self._runner.close()
@@ -139,6 +157,10 @@ class LocalRuntime:
         if plan.identity != self.identity:
             raise StaleHandleError(what="plan for pool", held=tuple(plan.identity), current=tuple(self.identity))
         check_plan(plan, rows=self._rows, allocator=self._allocator, vocab_size=self._runner.vocab_size)
+        if self._window is not None:
+            self._window.check_plan(plan)
+        if self._states is not None:
+            self._states.check_plan(plan)
         needs = self._page_needs(plan)
         num_pages = int(needs.sum())
         self._check_capacity(plan, num_pages)
@@ -148,13 +170,12 @@ class LocalRuntime:
         self._require_open("execute_batch")
         self._check_turn(prepared)
         reservation = self._prepared.pop(prepared.batch_id)
-        num_decodes = reservation.plan.decode_slots.size
         handle = LocalStepHandle(
             batch_id=prepared.batch_id,
             num_rows=reservation.plan.num_rows,
             extend_samples=reservation.plan.extend_samples,
             identity=lambda: self.identity,
-            on_read=self._unread.remove,
+            on_read=partial(self._note_read, reservation),
             on_failure=self._lose_pool,
         )
         self._unread.append(handle)
@@ -163,7 +184,12 @@ class LocalRuntime:
             # Not before: a batch prepared earlier may still sample for the request that had the row.
             for slot, admission in zip(reservation.admitted.tolist(), reservation.plan.admissions, strict=True):
                 self._sampling.admit(slot, admission)
-            handle.started(self._dispatcher.run(reservation.plan, reservation.row_slots[num_decodes:], deltas))
+            rows = StepRows(
+                slots=reservation.row_slots,
+                admitted=reservation.admitted,
+                snapshot_slots=reservation.snapshot_slots,
+            )
+            handle.started(self._dispatcher.run(reservation.plan, rows, deltas))
         except Exception as error:
             # The device may raise anything; whatever it is, the pool was lent and is gone.
             self._lose_pool(prepared.batch_id, f"{type(error).__name__}: {error}")
@@ -179,6 +205,10 @@ class LocalRuntime:
             raise BatchOrderError(batch_id=prepared.batch_id, reason="a later batch was prepared on top of it")
         reservation = self._prepared.pop(prepared.batch_id)
         self._allocator.give_back(prepared.pages)
+        if self._window is not None:
+            self._window.undo(prepared.window_pages, prepared.admitted_slots)
+        if self._states is not None:
+            self._states.undo(prepared.snapshot_slots)
         self._rows.undo_append(reservation.row_slots, reservation.page_counts)
         self._rows.release(prepared.admitted_slots)
         earlier = next(reversed(self._prepared.values()), None)
@@ -188,6 +218,12 @@ class LocalRuntime:
         """Allocator and rows are sound, and every page that a row reads is held by somebody."""
         self._allocator.check_integrity()
         self._rows.check_integrity()
+        if self._window is not None:
+            in_use = np.zeros(self._rows.num_rows, np.int32)
+            in_use[self._rows.slots_in_use()] = self._rows.page_counts[self._rows.slots_in_use()]
+            self._window.check_integrity(in_use)
+        if self._states is not None:
+            self._states.check_integrity()
         held = self._allocator.held_page_ids()
         for slot in self._rows.slots_in_use().tolist():
             stray = np.setdiff1d(self._rows.row_pages(slot), held)
@@ -216,26 +252,33 @@ class LocalRuntime:
         free_pages = self._allocator.num_free + plan.free_pages.size
         if pages_needed > free_pages:
             raise OutOfPagesError(need=pages_needed, free=free_pages)
+        if self._window is not None:
+            self._window.check_capacity(plan, pages_needed)
         free_slots = self._rows.num_free + plan.release_slots.size
         if len(plan.admissions) > free_slots:
             raise OutOfRequestSlotsError(need=len(plan.admissions), free=free_slots)
 
     def _reserve(self, plan: BatchPlan, needs: np.ndarray, num_pages: int) -> PreparedBatch:
-        rows = self._rows
+        rows, window = self._rows, self._window
         self._allocator.apply_frees(plan.free_pages)  # the only thing here that can refuse, and it goes first
         rows.release(plan.release_slots)
-        rewrites = [rows.rewrite(rewrite) for rewrite in plan.rewrites]
-        appends = []
+        if window is not None:
+            window.begin(plan)
+        rewrites = [self._rewrite(rewrite) for rewrite in plan.rewrites]
         admitted = rows.allocate(len(plan.admissions))
-        for slot, admission in zip(admitted.tolist(), plan.admissions, strict=True):
-            count = np.array([admission.prefix_pages.size], np.int32)
-            appends.append(rows.append(np.array([slot], np.int32), count, admission.prefix_pages))
+        appends = [self._admit(*new) for new in zip(admitted.tolist(), plan.admissions, strict=True)]
         row_slots = _row_slots(plan, admitted)
         pages = self._allocator.allocate(num_pages)
+        window_pages = NO_PAGES
         offsets = np.zeros(needs.size + 1, np.int32)
         if num_pages:
-            appends.append(rows.append(row_slots, needs, pages))
+            gained = rows.append(row_slots, needs, pages)
+            if window is not None:
+                gained = window.append(gained)
+                window_pages = gained.window_pages
+            appends.append(gained)
             np.cumsum(needs, out=offsets[1:])
+        snapshot_slots = NO_PAGES if self._states is None else self._states.reserve(plan)
         batch_id = self._next_batch_id
         self._next_batch_id += 1
         self._prepared[batch_id] = _Reservation(
@@ -243,8 +286,10 @@ class LocalRuntime:
             admitted=admitted,
             row_slots=row_slots,
             page_counts=needs,
+            row_generations=rows.generations[row_slots],
             rewrites=rewrites,
             appends=appends,
+            snapshot_slots=snapshot_slots,
         )
         return PreparedBatch(
             batch_id=batch_id,
@@ -255,7 +300,20 @@ class LocalRuntime:
             pages=pages,
             pages_left=self._allocator.num_free,
             slots_left=rows.num_free,
+            window_pages=window_pages,
+            window_pages_left=0 if window is None else window.num_free,
+            snapshot_slots=snapshot_slots,
+            states_left=0 if self._states is None else self._states.num_free,
         )
+
+    def _rewrite(self, rewrite: PageRewrite) -> TableDelta:
+        delta = self._rows.rewrite(rewrite)
+        return delta if self._window is None else self._window.rewrite(rewrite, delta)
+
+    def _admit(self, slot: int, admission: Admission) -> TableDelta:
+        pages = admission.prefix_pages
+        delta = self._rows.append(np.array([slot], np.int32), np.array([pages.size], np.int32), pages)
+        return delta if self._window is None else self._window.admit(slot, admission.prefix_window_pages, delta)
 
     # -- execute -----------------------------------------------------------------------------------------------------
 
@@ -270,6 +328,16 @@ class LocalRuntime:
             raise BatchOrderError(batch_id=prepared.batch_id, reason="an earlier prepared batch comes first")
         if len(self._unread) > MAX_UNREAD_STEPS:
             raise BatchOrderError(batch_id=prepared.batch_id, reason="wait for an earlier step first")
+
+    def _note_read(self, reservation: _Reservation, handle: LocalStepHandle) -> None:
+        """Control has read the step: what its rows computed is settled, as far as they are still the same requests."""
+        self._unread.remove(handle)
+        if self._window is None:
+            return
+        plan, slots = reservation.plan, reservation.row_slots
+        lengths = np.concatenate([plan.decode_positions + 1, plan.extend_starts + plan.extend_lengths])
+        same = self._rows.is_current(slots, reservation.row_generations)
+        self._window.settle(slots[same], lengths[same])
 
     def _lose_pool(self, batch_id: int, reason: str) -> None:
         """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
@@ -299,7 +367,12 @@ class LocalRuntime:
 
     def _start_generation(self) -> None:
         runtime_id, generation = self.identity
-        self._allocator.reset(CacheIdentity(runtime_id, Generation(generation + 1)))
+        identity = CacheIdentity(runtime_id, Generation(generation + 1))
+        self._allocator.reset(identity)
+        if self._window is not None:
+            self._window.reset(identity)
+        if self._states is not None:
+            self._states.reset(identity)
         self._prepared.clear()
         self._carried.clear()
         self._rows.reset()

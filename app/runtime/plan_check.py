@@ -43,6 +43,7 @@ def _check_rows(plan: BatchPlan, rows: ReqToTokenPool) -> None:
         _check_admitted(-1 - plan.extend_slots[~old], len(plan.admissions))
     rows.check_handles(slots, generations)
     _refuse_twice("row", slots)
+    rows.check_handles(plan.published_slots, plan.published_generations)
     if plan.rewrites:
         rows.check_handles(
             np.array([rewrite.slot for rewrite in plan.rewrites], np.int32),

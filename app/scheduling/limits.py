@@ -21,6 +21,7 @@ class SchedulerLimits:
     random_seed: int = 0
     overlap: bool = True  # False: each step is read before the next is planned
     check_invariants: bool = False  # after every step; O(pages)
+    snapshot_interval: int | None = None  # tokens between snapshots of recurrent states, whole pages; None: none taken
 
     def check(self, request: Request, *, pool_tokens: int) -> None:
         """Raise RequestError for a request that can never be served, naming the field and the numbers."""

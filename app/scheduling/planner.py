@@ -27,6 +27,7 @@ class Chunk:
     start: int
     length: int
     samples: bool
+    snapshot: bool = False  # of the recurrent state at its end
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Draft:
     """One step being planned. `pages` is what prepare will have to reserve for it."""
 
     decode_slots: np.ndarray
+    decode_snapshots: np.ndarray  # (d,) bool, rows whose recurrent state is to be kept after the step
     pages: int
     budget: int  # prompt tokens that may still join
     chunks: list[Chunk] = field(default_factory=list)
@@ -43,6 +45,10 @@ class Draft:
     def has_rows(self) -> bool:
         return bool(self.decode_slots.size or self.chunks)
 
+    def snapshots(self) -> np.ndarray:
+        """(rows,) bool: decode rows, then chunks."""
+        return np.concatenate([self.decode_snapshots, [chunk.snapshot for chunk in self.chunks]]).astype(np.bool_)
+
 
 @dataclass(slots=True)
 class Outbox:
@@ -50,10 +56,18 @@ class Outbox:
 
     releases: list[RequestRuntimeHandle] = field(default_factory=list)
     rewrites: list[PageRewrite] = field(default_factory=list)
+    published: dict[tuple[int, int], int] = field(default_factory=dict)  # (slot, generation) -> pages now the cache's
 
     def clear(self) -> None:
         self.releases.clear()
         self.rewrites.clear()
+        self.published.clear()
+
+    def release(self, handle: RequestRuntimeHandle) -> None:
+        """The row goes back, and nothing more is told about it."""
+        self.releases.append(handle)
+        self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.slot != handle.slot_id]
+        self.published.pop((handle.slot_id, handle.generation), None)
 
 
 class Planner:
@@ -65,27 +79,41 @@ class Planner:
         waiting: WaitingQueue,
         outbox: Outbox,
         chunk_tokens: int,
+        snapshot_interval: int | None,
         retract: Callable[[Sequence], None],
         end_for_capacity: Callable[[Sequence], None],
     ) -> None:
-        """`retract` puts a running sequence back into the queue; `end_for_capacity` ends one that fits no more."""
+        """`retract` puts a running sequence back into the queue; `end_for_capacity` ends one that fits no more.
+
+        snapshot_interval: tokens between snapshots of recurrent states; None takes none.
+        """
+        self._snapshot_interval = snapshot_interval
         self._adapter = adapter
         self._table = table
         self._waiting = waiting
         self._outbox = outbox
         self._chunk_tokens = chunk_tokens
-        self._dedup = InBatchDedup(adapter, chunk_tokens)
+        self._dedup = InBatchDedup(adapter, chunk_tokens, snapshot_interval or adapter.page_size)
         self._retract = retract
         self._end_for_capacity = end_for_capacity
 
-    def draft(self, slots_left: int) -> Draft:
-        """The next step. `slots_left`: rows that prepare can hand out, those of the outbox's releases included."""
-        draft = self._draft_decodes()
+    def draft(self, slots_left: int, *, steps_in_flight: int) -> Draft:
+        """The next step. `slots_left`: rows that prepare can hand out, those of the outbox's releases included.
+
+        Where a window pool is full and a step in flight is about to let windows move on, nothing is to run this round.
+        """
+        may_wait = bool(steps_in_flight and self._adapter.window_pages_kept)
+        draft = self._draft_decodes(may_wait)
+        if draft is None:
+            return self._draft_of(np.empty(0, np.int32), 0)
         unfinished = self._table.prefilling()
         self._continue_prefills(draft, unfinished)
         if not draft.has_rows and unfinished:
+            if may_wait:
+                return draft
             self._unblock_prefills(draft, unfinished)
         self._admit(draft, slots_left)
+        self._adapter.make_room_for_snapshots(int(draft.snapshots().sum()) if self._snapshot_interval else 0)
         return draft
 
     def undo(self, draft: Draft) -> None:
@@ -104,13 +132,17 @@ class Planner:
     def build(self, draft: Draft) -> BatchPlan:
         table = self._table
         builder = BatchPlanBuilder(self._adapter.identity)
-        builder.free(self._adapter.recorded_frees())
+        builder.free(*self._adapter.recorded_frees())
         for handle in self._outbox.releases:
             builder.release(handle)
         for rewrite in self._outbox.rewrites:
             builder.rewrite(rewrite)
+        if self._outbox.published:
+            builder.publish(self._outbox.published)
         rows = {
-            seq.request_id: builder.admit(prefix.extent, seq.tokens(), seq.prompt.size, seq.sampling)
+            seq.request_id: builder.admit(
+                prefix.extent, seq.tokens(), seq.prompt.size, seq.sampling, prefix.window_pages, prefix.state
+            )
             for seq, prefix in draft.admitted
         }
         slots = draft.decode_slots
@@ -120,17 +152,27 @@ class Planner:
             slot = rows.get(sequence.request_id, sequence.slot)
             tokens = sequence.key.tokens()[chunk.start : chunk.start + chunk.length]
             builder.extend(slot, sequence.generation, chunk.start, tokens, samples=chunk.samples)
+        if self._snapshot_interval:
+            builder.snapshot(draft.snapshots())
         return builder.build()
 
-    def _draft_decodes(self) -> Draft:
-        """All rows that can decode; when the pool is too full for that, the last in rank give way."""
+    def _draft_decodes(self, may_wait: bool) -> Draft | None:
+        """All rows that can decode; when the pool is too full for that, the last in rank give way. None to wait."""
         while True:
             slots = self._table.ready_slots()
             pages = self._table.decode_pages_needed(slots)
             if self._adapter.make_room(pages):
-                return Draft(decode_slots=slots, pages=pages, budget=self._chunk_tokens)
+                return self._draft_of(slots, pages)
+            if may_wait:
+                return None
             if not self.retract_last():
                 self._end_for_capacity(self._table.running()[0])
+
+    def _draft_of(self, slots: np.ndarray, pages: int) -> Draft:
+        snapshots = np.zeros(slots.size, np.bool_)
+        if self._snapshot_interval:
+            snapshots = (self._table.decode_positions(slots) + 1) % self._snapshot_interval == 0
+        return Draft(decode_slots=slots, decode_snapshots=snapshots, pages=pages, budget=self._chunk_tokens)
 
     def _continue_prefills(self, draft: Draft, unfinished: list[Sequence]) -> None:
         for sequence in unfinished:
@@ -161,6 +203,7 @@ class Planner:
             return
         running = self._table.running()
         promised = sum(self._unreserved(seq, draft) for seq in running) + len(running)
+        window_promised = sum(self._unreserved_window(seq) for seq in running)
         computing = [seq for seq in running if seq.unpublished]
         for sequence in self._waiting.in_order():
             if draft.budget == 0 or len(draft.admitted) == slots_left:
@@ -170,8 +213,12 @@ class Planner:
             prefix = self._adapter.admit(sequence.request_id, sequence.key)
             cached = prefix.num_tokens // self._adapter.page_size
             need = self._pages(sequence.known) - cached
+            window_need = min(need, self._adapter.window_pages_kept)
             alone = not running and not draft.admitted
-            if draft.pages + promised + need + (not alone) > self._adapter.reachable():
+            fits = draft.pages + promised + need + (not alone) <= self._adapter.reachable_full()
+            if not fits or not (
+                alone or draft.pages + window_promised + window_need <= self._adapter.reachable_window()
+            ):
                 self._adapter.release(sequence.request_id)
                 if alone:
                     self._end_for_capacity(sequence)
@@ -182,6 +229,7 @@ class Planner:
             before = draft.pages
             self._add_chunk(draft, sequence, cached)
             promised += 1 + need - (draft.pages - before)
+            window_promised += max(0, window_need - (draft.pages - before))
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int) -> None:
         """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had."""
@@ -193,10 +241,23 @@ class Planner:
             if length <= 0:
                 return
             self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages)
+        length, snapshot = self._to_snapshot(start, length)
         draft.pages += max(0, self._pages(start + length) - held_pages)
         draft.budget -= length
         samples = start + length == sequence.known
-        draft.chunks.append(Chunk(sequence=sequence, start=start, length=length, samples=samples))
+        draft.chunks.append(Chunk(sequence=sequence, start=start, length=length, samples=samples, snapshot=snapshot))
+
+    def _to_snapshot(self, start: int, length: int) -> tuple[int, bool]:
+        """The length up to the last point at which a snapshot is due, and whether there is one."""
+        if self._snapshot_interval is None:
+            return length, False
+        point = (start + length) // self._snapshot_interval * self._snapshot_interval
+        return (point - start, True) if point > start else (length, False)
+
+    def _unreserved_window(self, sequence: Sequence) -> int:
+        """Window pages that a running row may still take before it gives as many back."""
+        held = self._adapter.num_own_window_pages(sequence.request_id)
+        return max(0, self._adapter.window_pages_kept - held)
 
     def _unreserved(self, sequence: Sequence, draft: Draft) -> int:
         """Pages that a half-done prompt will still take after this step."""

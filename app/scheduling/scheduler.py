@@ -63,6 +63,7 @@ class Scheduler:
             waiting=self._waiting,
             outbox=self._outbox,
             chunk_tokens=limits.chunk_tokens,
+            snapshot_interval=limits.snapshot_interval if adapter.reuses_prefixes else None,
             retract=self._retract,
             end_for_capacity=self._end_for_capacity,
         )
@@ -188,7 +189,7 @@ class Scheduler:
 
     def _launch(self) -> bool:
         """Plan, prepare and dispatch the next step. -> whether there was one."""
-        draft = self._planner.draft(self._slots_available())
+        draft = self._planner.draft(self._slots_available(), steps_in_flight=len(self._in_flight))
         if not draft.has_rows and (self._sequences or self._in_flight or not self._outbox.releases):
             return False
         try:
@@ -209,6 +210,7 @@ class Scheduler:
             decode_generations=self._table.generation[slots],
             chunks=draft.chunks,
             chunk_places=places,
+            snapshot_slots=prepared.snapshot_slots,
         )
         self._in_flight.append(step)
         return True
@@ -234,7 +236,8 @@ class Scheduler:
         """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
         _log.warning("plan_refused", reason=str(refusal), running=self.num_running, waiting=self.num_waiting)
         retracted = self._planner.retract_last()
-        draft = self._planner.draft(0 if retracted else self._slots_available())  # it must not come back at once
+        slots_left = 0 if retracted else self._slots_available()  # it must not come back at once
+        draft = self._planner.draft(slots_left, steps_in_flight=len(self._in_flight))
         if not draft.has_rows:
             return None
         try:
@@ -251,6 +254,7 @@ class Scheduler:
         """The plan is going to run: note what it reserved. -> the row of each chunk."""
         self._outbox.clear()
         self._slots_left = prepared.slots_left
+        self._adapter.prepared(prepared.snapshot_slots)
         slots, generations = prepared.admitted_slots.tolist(), prepared.admitted_generations.tolist()
         for (sequence, prefix), slot, generation in zip(draft.admitted, slots, generations, strict=True):
             self._waiting.remove(sequence)
@@ -260,6 +264,7 @@ class Scheduler:
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = prefix.num_tokens
                 self._observer.admitted(sequence)
+            self._adapter.seat(sequence.request_id, slot)
             self._table.seat(sequence, prefix.num_tokens // self._adapter.page_size, self._limits.end_of(sequence))
         self._take_pages(draft, prepared)
         self._table.advance(draft.decode_slots)
@@ -280,7 +285,8 @@ class Scheduler:
         counts = np.diff(offsets)
         for row in np.flatnonzero(counts).tolist():
             sequence = self._table.seated(slots[row])
-            self._adapter.extend(sequence.request_id, prepared.pages[offsets[row] : offsets[row + 1]])
+            gained = slice(offsets[row], offsets[row + 1])
+            self._adapter.extend(sequence.request_id, prepared.pages[gained], prepared.window_pages[gained])
         self._table.num_pages[slots] += counts
 
     # -- taking in what a step produced ------------------------------------------------------------------------------
@@ -375,7 +381,5 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Its row goes back with the next plan, and nothing more is told about it."""
         slot = sequence.slot
-        handle = RequestRuntimeHandle(self._identity.runtime_id, slot, Generation(sequence.generation))
-        self._outbox.releases.append(handle)
-        self._outbox.rewrites = [rewrite for rewrite in self._outbox.rewrites if rewrite.slot != slot]
+        self._outbox.release(RequestRuntimeHandle(self._identity.runtime_id, slot, Generation(sequence.generation)))
         self._table.clear(slot)

@@ -26,6 +26,7 @@ class InFlight:
     decode_generations: np.ndarray
     chunks: list[Chunk]
     chunk_places: list[tuple[int, int]]  # (slot, generation) of each chunk's row
+    snapshot_slots: np.ndarray  # (rows,) int32, the snapshot of each row, 0 for none; empty without recurrent layers
 
 
 class Settlement:
@@ -76,7 +77,9 @@ class Settlement:
         if step.decode_slots.size:
             self._settle_decodes(step, completion)
         for index, chunk in enumerate(step.chunks):
-            self._settle_chunk(chunk, step.chunk_places[index], step.decode_slots.size + index, completion)
+            row = step.decode_slots.size + index
+            snapshot = int(step.snapshot_slots[row]) if step.snapshot_slots.size else 0
+            self._settle_chunk(chunk, step.chunk_places[index], row, snapshot, completion)
 
     def _settle_decodes(self, step: InFlight, completion: BatchCompletion) -> None:
         table, slots = self._table, step.decode_slots
@@ -87,26 +90,55 @@ class Settlement:
             slots, tokens = slots[rows], tokens[rows]
         self.num_tokens += int(slots.size)
         due = table.take_tokens(slots, tokens) | self._finish_rule.may_end(tokens)
+        self._adapter.settle(slots, table.known[slots] - 1)
+        if step.snapshot_slots.size:
+            self._settle_snapshots(step, alive)
         for index in np.flatnonzero(due).tolist():
             self._after_token(table.up_to_date(int(slots[index])), int(rows[index]), completion)
         for row in np.flatnonzero(~alive).tolist():
             place = int(step.decode_slots[row]), int(step.decode_generations[row])
             self._pay_owed(place, row, completion)
 
-    def _settle_chunk(self, chunk: Chunk, place: tuple[int, int], row: int, completion: BatchCompletion) -> None:
+    def _settle_snapshots(self, step: InFlight, alive: np.ndarray) -> None:
+        """Publish what decoding rows have settled up to a snapshot; one whose row is gone is of no use."""
+        snapshots = step.snapshot_slots[: step.decode_slots.size]
+        for row in np.flatnonzero(snapshots).tolist():
+            if alive[row]:
+                sequence = self._table.up_to_date(int(step.decode_slots[row]))
+                self._publish(sequence, sequence.known - 1, int(snapshots[row]))
+            else:
+                self._adapter.drop_snapshot(int(snapshots[row]))
+
+    def _publish(self, sequence: Sequence, num_tokens: int, snapshot: int) -> None:
+        """The first `num_tokens` tokens of a running sequence are settled."""
+        published = self._adapter.publish(sequence.request_id, sequence.settled_key(num_tokens), snapshot)
+        if published is None:
+            return
+        row = sequence.slot, sequence.generation
+        self._outbox.published[row] = published.num_pages
+        if published.pages.size:
+            self._outbox.rewrites.append(
+                PageRewrite(
+                    slot=sequence.slot,
+                    generation=sequence.generation,
+                    first_page_index=published.first_page_index,
+                    pages=published.pages,
+                    window_pages=published.window_pages,
+                )
+            )
+
+    def _settle_chunk(
+        self, chunk: Chunk, place: tuple[int, int], row: int, snapshot: int, completion: BatchCompletion
+    ) -> None:
         slot, generation = place
         sequence = chunk.sequence
         if self._table.generation[slot] != generation:
+            self._adapter.drop_snapshot(snapshot)
             if chunk.samples:
                 self._pay_owed(place, row, completion)
             return
-        rewrite = self._adapter.publish(sequence.request_id, sequence.settled_key(chunk.start + chunk.length))
-        if rewrite is not None:
-            self._outbox.rewrites.append(
-                PageRewrite(
-                    slot=slot, generation=generation, first_page_index=rewrite.first_page_index, pages=rewrite.pages
-                )
-            )
+        self._adapter.settle(slot, chunk.start + chunk.length)
+        self._publish(sequence, chunk.start + chunk.length, snapshot)
         if chunk.samples:
             sequence.unpublished = False
             self.num_tokens += 1

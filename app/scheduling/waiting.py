@@ -76,9 +76,10 @@ class InBatchDedup:
     Bounded: each request waits at most as many planning rounds as the prompt it waits for could take in chunks, twice.
     """
 
-    def __init__(self, adapter: SchedulerAdapter, chunk_tokens: int) -> None:
+    def __init__(self, adapter: SchedulerAdapter, chunk_tokens: int, unit_tokens: int) -> None:
+        """unit_tokens: what a prefix is published by: a page, or more where only snapshots make it usable."""
         self._adapter = adapter
-        self._page_bytes = adapter.page_size * TOKEN_BYTES
+        self._unit_tokens = unit_tokens
         self._chunk_tokens = chunk_tokens
 
     def should_wait(self, sequence: Sequence, computing: Iterable[Sequence]) -> bool:
@@ -90,7 +91,7 @@ class InBatchDedup:
             return False
         key = sequence.key
         # A match never covers the last token, so the page must end before it.
-        wanted = (self._adapter.probe(key) // self._adapter.page_size + 1) * self._page_bytes
+        wanted = (self._adapter.probe(key) // self._unit_tokens + 1) * self._unit_tokens * TOKEN_BYTES
         if wanted >= len(key.raw):
             return False
         head = key.raw[:wanted]

@@ -2,10 +2,6 @@
 
 Page 0 is read for what a page table leaves empty, and nothing is ever written to it: writes of padding rows carry an
 index beyond the last page and are dropped.
-
-The arrays belong to the pool and are lent for one dispatch at a time:
-
-    take() --> buffers --> a program that donates them --> put(replacements)
 """
 
 from __future__ import annotations
@@ -19,26 +15,23 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.core.ports import PoolSpec
-from app.errors import OwnershipError, RuntimeClosedError
+from app.tpu.lent_arrays import LentArrays
 from app.tpu.mesh import TENSOR_AXIS, num_nodes_of
 from app.tpu.pool_layout import ArrayPerLayer, PoolLayout
 
 
-class MHATokenToKVPool:
+class MHATokenToKVPool(LentArrays):
     """Owner of the KV arrays of a model whose every layer has full attention.
 
-    Invariant: between `open` and `close` the arrays are either here or lent out by `take`. Whoever takes them donates
-    them and puts the replacements. When the device fails meanwhile, nothing is left to put: then `reset`.
-    Not thread-safe: one thread dispatches.
+    Memory: (num_pages + 1) * page_bytes over all ranks.
     """
 
     def __init__(self, spec: PoolSpec, mesh: Mesh, layout: PoolLayout | None = None) -> None:
         """layout: ArrayPerLayer unless stated; the model runner must be made for the same."""
+        super().__init__()
         self._spec = spec
         self._mesh = mesh
         self._layout = layout or ArrayPerLayer()
-        self._open = False
-        self._buffers: Any = None  # as the layout structures them
 
     @property
     def spec(self) -> PoolSpec:
@@ -49,48 +42,8 @@ class MHATokenToKVPool:
         """Processes that hold a share of the arrays."""
         return num_nodes_of(self._mesh)
 
-    def open(self) -> None:
-        """Allocate every page, zeroed. Idempotent. Memory: (num_pages + 1) * page_bytes over all ranks."""
-        if self._open:
-            return
-        self._buffers = self._allocate()
-        self._open = True
-
-    def close(self) -> None:
-        """Drop the arrays. Idempotent."""
-        self._buffers = None
-        self._open = False
-
-    def reset(self) -> None:
-        """Whatever became of the arrays, hold new ones, zeroed: every page's content is gone."""
-        self.close()
-        self.open()
-
-    def lost(self) -> bool:
-        """Whether an open pool has no usable arrays: taken and never put, or dead after a dispatch that failed."""
-        if not self._open:
-            return False
-        return self._buffers is None or any(array.is_deleted() for array in jax.tree.leaves(self._buffers))
-
-    def take(self) -> Any:
-        """Lend the arrays for one dispatch, which should donate them.
-
-        Raises OwnershipError when they are lent out already, RuntimeClosedError when the pool is closed.
-        """
-        if not self._open:
-            raise RuntimeClosedError(action="take the KV buffers")
-        if self._buffers is None:
-            raise OwnershipError(what="KV buffers", reason="taken already: put the replacements first, or reset")
-        taken, self._buffers = self._buffers, None
-        return taken
-
-    def put(self, buffers: Any) -> None:
-        """Hold what a dispatch returned for the arrays it took. Raises OwnershipError when none were taken."""
-        if not self._open:
-            raise RuntimeClosedError(action="put KV buffers")
-        if self._buffers is not None:
-            raise OwnershipError(what="KV buffers", reason="put without a take: these would replace live arrays")
-        self._buffers = buffers
+    def abstract_buffers(self) -> Any:
+        return self._layout.abstract(self._spec, self._mesh)
 
     def page_contents(self, pages: np.ndarray) -> np.ndarray:
         """(n,) int32 -> (2, num_layers, n, page_size, num_kv_heads, head_dim): keys, then values, as stored.
@@ -104,12 +57,6 @@ class MHATokenToKVPool:
         num_ranks = self._mesh.shape[TENSOR_AXIS]
         read = _contents(buffers, padded, layout=self._layout, spec=self._spec, num_ranks=num_ranks)
         return np.array(read)[:, :, : pages.size]
-
-    def _allocate(self) -> Any:
-        def zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros(array.shape, array.dtype, device=array.sharding)
-
-        return jax.tree.map(zeros, self._layout.abstract(self._spec, self._mesh))
 
 
 def encode(values: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -38,7 +38,7 @@ class Rig:
 
     def prepare(self, request_id: str, num_pages: int) -> np.ndarray:
         """What a plan does: apply recorded frees, hand out pages."""
-        self.allocator.apply_frees(self.adapter.recorded_frees())
+        self.allocator.apply_frees(self.adapter.recorded_frees().pages)
         pages = self.allocator.allocate(num_pages)
         self.adapter.extend(request_id, pages)
         return pages

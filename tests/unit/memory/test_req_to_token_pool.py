@@ -105,9 +105,9 @@ def test_the_device_table_changes_only_when_a_step_applies_it(rows: ReqToTokenPo
 def test_the_last_write_to_a_cell_wins(rows: ReqToTokenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scatter with two writes to one cell has no defined winner, so only one of them may travel."""
     travelled = []
-    scatter = req_to_token_pool._scatter
+    scatter = req_to_token_pool.scatter_cells
     monkeypatch.setattr(
-        req_to_token_pool, "_scatter", lambda table, cells: travelled.append(cells) or scatter(table, cells)
+        req_to_token_pool, "scatter_cells", lambda table, cells: travelled.append(cells) or scatter(table, cells)
     )
     slots = rows.allocate(1)
     slot = int(slots[0])

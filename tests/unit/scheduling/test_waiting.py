@@ -117,14 +117,14 @@ LONG = list(range(20))
     ],
 )
 def test_one_waits_when_a_whole_page_is_gained(mine: list[int], peer: list[int], waits: bool) -> None:
-    dedup = InBatchDedup(Cache(), chunk_tokens=16)
+    dedup = InBatchDedup(Cache(), chunk_tokens=16, unit_tokens=PAGE_SIZE)
 
     assert dedup.should_wait(sequence_of(1, mine), [sequence_of(0, peer)]) is waits
 
 
 def test_one_waits_only_for_pages_that_are_not_cached_yet() -> None:
     cache = Cache()
-    dedup = InBatchDedup(cache, chunk_tokens=16)
+    dedup = InBatchDedup(cache, chunk_tokens=16, unit_tokens=PAGE_SIZE)
     mine = sequence_of(1, [*LONG[:8], 1, 2])
 
     assert dedup.should_wait(mine, [sequence_of(0, LONG)])
@@ -136,15 +136,15 @@ def test_one_waits_only_for_pages_that_are_not_cached_yet() -> None:
 def test_nobody_waits_without_peers_reuse_or_a_common_namespace() -> None:
     peer = sequence_of(0, LONG)
 
-    assert not InBatchDedup(Cache(), 16).should_wait(sequence_of(1, LONG), [])
-    assert not InBatchDedup(Cache(reuses_prefixes=False), 16).should_wait(sequence_of(1, LONG), [peer])
+    assert not InBatchDedup(Cache(), 16, PAGE_SIZE).should_wait(sequence_of(1, LONG), [])
+    assert not InBatchDedup(Cache(reuses_prefixes=False), 16, PAGE_SIZE).should_wait(sequence_of(1, LONG), [peer])
     other = sequence_of(1, LONG, Namespace(salt=""))
-    assert not InBatchDedup(Cache(), 16).should_wait(other, [peer])
+    assert not InBatchDedup(Cache(), 16, PAGE_SIZE).should_wait(other, [peer])
 
 
 @pytest.mark.parametrize(("chunk", "rounds"), [(100, 4), (20, 4), (5, 10)])
 def test_waiting_ends_after_twice_the_chunks_of_the_prompt(chunk: int, rounds: int) -> None:
-    dedup = InBatchDedup(Cache(), chunk_tokens=chunk)
+    dedup = InBatchDedup(Cache(), chunk_tokens=chunk, unit_tokens=PAGE_SIZE)
     mine, peer = sequence_of(1, LONG), sequence_of(0, [*LONG, 1])
 
     waits = [dedup.should_wait(mine, [peer]) for _ in range(rounds + 5)]

@@ -67,7 +67,7 @@ class Rig:
             prompt_goes_on=miss.prompt_goes_on,
             cached_goes_on=miss.cached_goes_on,
         )
-        self.allocator.apply_frees(self.adapter.recorded_frees())
+        self.allocator.apply_frees(self.adapter.recorded_frees().pages)
         self.adapter.extend(request_id, self.allocator.allocate(-(-(len(key) - prefix.num_tokens) // PAGE_SIZE)))
         return key
 
