@@ -117,14 +117,28 @@ class Engine:
         return ledger["cached_evictable"] + ledger["cached_protected"]
 
     def poison_free_pages(self) -> None:
-        """Fill every page that nobody owns with a marker. No output may ever depend on it."""
-        ledger = self.adapter.ledger()
-        pages = np.concatenate([ledger["free"], ledger["recorded"]])
-        if pages.size:
-            # One shape for any number of pages: page 0 takes the rest, as nothing reads what it holds.
-            padded = np.zeros(self.adapter.capacity, np.int32)
-            padded[: pages.size] = pages
-            self.container.device_pool().poison(padded)
+        """Fill every page and snapshot that nobody owns with a marker. No output may ever depend on it."""
+        pool = self.container.device_pool()
+        pool.poison(_loose(self.adapter.ledger(), self.adapter.capacity))
+        for ledger, allocator, poison in (
+            (self.adapter.window_ledger(), self.container.window_allocator(), "poison_window"),
+            (self.adapter.snapshot_ledger(), self.container.state_allocator(), "poison_states"),
+        ):
+            if ledger:
+                loose = _loose(ledger, allocator.capacity)
+                # Slot 0 of the states is read: what takes the rest there is any of the loose ones, or nothing is.
+                if poison == "poison_states" and loose.any():
+                    loose[loose == 0] = loose[0]
+                if loose.any() or poison == "poison_window":
+                    vars(type(pool))[poison](pool, loose)
+
+
+def _loose(ledger: dict[str, np.ndarray], capacity: int) -> np.ndarray:
+    """(capacity,) int32: what nobody owns. One shape for any number: 0 takes the rest, as nothing reads page 0."""
+    pages = np.concatenate([ledger["free"], ledger["recorded"]])
+    padded = np.zeros(capacity, np.int32)
+    padded[: pages.size] = pages
+    return padded
 
 
 def server_args(**fields: Any) -> ServerArgs:
@@ -142,11 +156,21 @@ def server_args(**fields: Any) -> ServerArgs:
 
 @contextmanager
 def opened(
-    *, context_length: int = CONTEXT_LENGTH, overrides: dict[str, Override] | None = None, **fields: Any
+    *,
+    context_length: int = CONTEXT_LENGTH,
+    window: int | None = None,
+    recurrent: bool = False,
+    overrides: dict[str, Override] | None = None,
+    **fields: Any,
 ) -> Iterator[Engine]:
-    """An engine over the fake model; `fields` are those of ServerArgs. Checked when the block is left without error."""
+    """An engine over the fake model; `fields` are those of ServerArgs. Checked when the block is left without error.
+
+    window, recurrent: what the model has beside a layer of full attention.
+    """
     args = server_args(**fields)
-    model = fake_model_config(vocab_size=VOCAB_SIZE, context_length=context_length)
+    model = fake_model_config(
+        vocab_size=VOCAB_SIZE, context_length=context_length, window=window, recurrent=recurrent
+    )
     with overridden(args, fake=True, model=model, **(overrides or {})) as container:
         engine = Engine(
             container=container,

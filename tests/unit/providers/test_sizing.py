@@ -29,7 +29,7 @@ TOKEN = 2 * 2 * 2 * 16 * 4  # bytes: keys and values, layers, KV heads, head_dim
 def pages(args: ServerArgs, memory: int, model: ModelConfig = MODEL) -> int:
     served = sizing.served_model(args, model)
     page = sizing.page_spec(args, served, "float32")
-    return sizing.pool_pages(args, served, page, memory, "float32", sizing.pool_room("cpu"))
+    return sizing.pool_pages(args, served, page.page_bytes, memory, "float32", sizing.pool_room("cpu"))
 
 
 def test_a_pool_that_was_asked_for_is_given_when_it_fits():
