@@ -102,10 +102,9 @@ class WindowRows:
         """The index from which on the row's window pages are its own and live."""
         return max(int(self._num_shared[row]), int(self._retired[row]))
 
-    def is_past(self, row: int) -> bool:
-        """Whether the row needs no window page of the cache any more."""
-        needed = first_needed_page(int(self._settled[row]), self._window, self._page_size)
-        return needed >= int(self._num_shared[row])
+    def first_needed(self, row: int) -> int:
+        """The index of the first page that the row still needs, whoever's it is."""
+        return first_needed_page(int(self._settled[row]), self._window, self._page_size)
 
     def copy(self) -> WindowRows:
         """The same rows, to try something out. O(rows)."""

@@ -119,13 +119,14 @@ class WindowPagePool:
         return self._device
 
     def check_integrity(self, page_counts: np.ndarray) -> None:
-        """Every row's pages are held, and its own are nobody else's. page_counts: of each row in use, else 0."""
+        """Every page that a row needs is held, and its own are nobody else's. page_counts: of rows in use, else 0."""
         self._allocator.check_integrity()
         held = np.append(self._allocator.held_page_ids(), 0)
         own = []
         for row in np.flatnonzero(page_counts).tolist():
             pages = self._mirror[row, : page_counts[row]]
-            stray = np.setdiff1d(np.setdiff1d(pages, held), self._allocator.recorded_page_ids())
+            needed = pages[self._rows.first_needed(row) :]
+            stray = np.setdiff1d(np.setdiff1d(needed, held), self._allocator.recorded_page_ids())
             if stray.size:
                 raise IntegrityError(owner="WindowPagePool", broken=f"row {row} reads free pages {stray[:8].tolist()}")
             own.append(pages[self._rows.first_own(row) :])

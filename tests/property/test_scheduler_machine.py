@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,18 @@ prompts = st.builds(
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
 
+# Cache types, and models that they serve: windows of 6 tokens, snapshots every 16.
+_SWA = {"window": 6, "swa_full_tokens_ratio": 0.3}
+_RECURRENT = {"recurrent": True, "recurrent_track_interval": 16, "max_recurrent_snapshots": 4}
+ENGINES: list[dict[str, Any]] = [
+    {"cache_type": "radix_cache"},
+    {"cache_type": "unified_radix_cache"},
+    {"cache_type": "unified_radix_cache", **_SWA},
+    {"cache_type": "unified_radix_cache", **_RECURRENT},
+    {"cache_type": "unified_radix_cache", **_SWA, **_RECURRENT},
+    {"cache_type": "chunk_cache", **_SWA, **_RECURRENT},
+]
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Every reply is checked against the cold twin when it comes; every owner's invariants after every rule."""
@@ -30,20 +43,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
         chunk=st.sampled_from([1, 5, 16, -1]),
-        cache_type=st.sampled_from(["radix_cache", "radix_cache", "chunk_cache"]),
+        engine=st.sampled_from(ENGINES),
         overlap=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
     )
-    def open(self, page_size: int, chunk: int, cache_type: str, overlap: bool, policy: str) -> None:
+    def open(self, page_size: int, chunk: int, engine: dict[str, Any], overlap: bool, policy: str) -> None:
         self.stack = ExitStack()
         self.engine = self.stack.enter_context(
             opened(
                 page_size=page_size,
                 max_total_tokens={1: 80, 4: 96, 16: 160}[page_size],
                 chunked_prefill_size=chunk,
-                cache_type=cache_type,
                 disable_overlap=not overlap,
                 schedule_policy=policy,
+                **engine,
             )
         )
         self.spy = RuntimeSpy(self.engine.runtime)

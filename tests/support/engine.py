@@ -168,9 +168,7 @@ def opened(
     window, recurrent: what the model has beside a layer of full attention.
     """
     args = server_args(**fields)
-    model = fake_model_config(
-        vocab_size=VOCAB_SIZE, context_length=context_length, window=window, recurrent=recurrent
-    )
+    model = fake_model_config(vocab_size=VOCAB_SIZE, context_length=context_length, window=window, recurrent=recurrent)
     with overridden(args, fake=True, model=model, **(overrides or {})) as container:
         engine = Engine(
             container=container,

@@ -17,8 +17,10 @@ def seen_by(position: int, window: int) -> range:
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 16, 17, 64])
-def test_no_later_query_sees_a_retired_page_and_a_publication_keeps_its_last_window(window: int, page_size: int) -> None:
-    for settled in range(0, 100):
+def test_no_later_query_sees_a_retired_page_and_a_publication_keeps_its_last_window(
+    window: int, page_size: int
+) -> None:
+    for settled in range(100):
         first = first_needed_page(settled, window, page_size)
         assert first * page_size <= seen_by(settled, window)[0]
         published = settled // page_size * page_size

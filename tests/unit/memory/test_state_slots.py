@@ -63,9 +63,7 @@ def test_freed_snapshots_are_handed_out_again(allocator) -> None:
 def test_what_is_not_the_plans_to_name_is_refused(allocator) -> None:
     states = StateSlots(allocator=allocator)
     held = allocator.allocate(1)
-    start = Admission(
-        prefix_pages=ints(), prompt_length=1, token_ids=ints(0), sampling=SamplingParams(seed=0), state=3
-    )
+    start = Admission(prefix_pages=ints(), prompt_length=1, token_ids=ints(0), sampling=SamplingParams(seed=0), state=3)
     for wrong, error in (
         (plan(free_states=held), DoubleFreeError),
         (plan(admissions=(start,)), StaleHandleError),
