@@ -8,6 +8,7 @@ from app.config.checks import advice
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.containers import Container
 from app.providers.device import pool_layout
+from app.providers.sizing import snapshot_interval
 from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, bucket
 
 
@@ -39,8 +40,39 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "pool_pages": spec.num_pages,
         "pool_tokens": pool_tokens,
         "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,  # with the padding page
+        **_window_facts(container),
+        **_state_facts(container),
         **_buckets(args, served.context_length),
         "warnings": advice(args, made_for, cache.name, pool_tokens),
+    }
+
+
+def _window_facts(container: Container) -> dict[str, Any]:
+    """Nothing for a model without sliding windows."""
+    spec = container.window_spec()
+    if spec is None:
+        return {}
+    return {
+        "sliding_window": container.model_config().sliding_window,
+        "window_pool_pages": spec.num_pages,
+        "window_pool_tokens": spec.num_pages * spec.page_size,
+        "window_pool_bytes": (spec.num_pages + 1) * spec.page_bytes,
+    }
+
+
+def _state_facts(container: Container) -> dict[str, Any]:
+    """What hits in a model with recurrent layers cost; nothing for a model without."""
+    spec = container.state_spec()
+    if spec is None:
+        return {}
+    interval = snapshot_interval(container.server_args(), container.model_config())
+    page = container.pool_spec()
+    return {
+        "recurrent_track_interval": interval,
+        "snapshots": spec.num_snapshots,
+        "snapshot_bytes": spec.slot_bytes,
+        "snapshot_is_worth_tokens_of_kv": round(spec.slot_bytes * page.page_size / max(page.page_bytes, 1)),
+        "state_pool_bytes": spec.num_slots * spec.slot_bytes,
     }
 
 

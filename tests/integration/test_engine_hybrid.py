@@ -53,7 +53,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cache_type, page_size, window", PLACES)
+@pytest.mark.parametrize(("cache_type", "page_size", "window"), PLACES)
 def test_cold_hit_branch_and_second_hit_give_the_cold_twins_answer(kind, cache_type, page_size, window) -> None:
     fields = {**KINDS[kind], "recurrent_track_interval": max(8, page_size)}
     if "window" in fields:

@@ -82,7 +82,7 @@ def test_it_answers_as_the_cold_twin_does_however_the_prompt_is_cut(chunks: tupl
         assert np.array_equal(rig.decode(), cold_logits(TOKENS[:end]))
 
 
-@pytest.mark.parametrize("page_index, is_read", [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("page_index", "is_read"), [(0, False), (1, False), (2, True), (3, True)])
 def test_a_wrong_window_page_shows_if_and_only_if_the_window_reaches_it(page_index: int, is_read: bool) -> None:
     rig = Rig()
     rig.extend(16)
