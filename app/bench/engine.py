@@ -1,43 +1,31 @@
 """What the engine costs beside the model: step times against the bare compiled step, and control time per step.
 
-Two parts. With the real model: a decode step through the scheduler against the same compiled programs called in a bare
-loop (the floor, measured in the same run), in a small pool and a large one, and prefill speed. With the fake model:
-processor time of the scheduler's thread per decode step, split into scheduling, tree and prepare, by batch size.
+With the real model: a decode step through the scheduler against the same compiled programs called in a bare loop (the
+floor, measured in the same run), in a small pool and a large one, and prefill speed. With the fake model: see
+app/bench/control.py.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
-from app.bench.timed import TimedCache, TimedRuntime
+from app.bench.control import CONTROL_ROUNDS, control_times, drain, fill, no_reuse_times, request_of
 from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
 from app.core.ports import DecodeInputs
-from app.core.sampling import SamplingParams
 from app.models.sampler import SamplingVariant, greedy_rows, sample
-from app.providers.testing import overridden
-from app.scheduler_adapter import SchedulerAdapter
-from app.scheduling.observer import Unobserved
-from app.scheduling.request import Request
-from app.scheduling.scheduler import Scheduler
-from app.tpu.cpu_fake import fake_model_config
 
 DECODE_BATCHES = (1, 4, 16)
-CONTROL_BATCHES = (1, 16, 64, 256)
 CONTEXT_TOKENS = 200  # and what a run adds stays within one page-table bucket
 POOL_PAGES = (64, 1600)
 PREFILL_TOKENS = 512
 STEPS = 12
-CONTROL_STEPS = 200
-CONTROL_ROUNDS = 3
 
 
 def run_engine_bench(server_args: ServerArgs) -> dict[str, Any]:
@@ -46,7 +34,8 @@ def run_engine_bench(server_args: ServerArgs) -> dict[str, Any]:
         "decode": [_decode_step(server_args, batch) for batch in DECODE_BATCHES],
         "pool_size": _pool_size_ratio(server_args),
         "prefill": _prefill(server_args),
-        "control": _control_times(),
+        "control": control_times(),
+        "no_reuse": no_reuse_times(),
     }
 
 
@@ -73,6 +62,9 @@ def format_engine_bench(result: dict[str, Any]) -> str:
         f"(scheduler {row['scheduler_us']:.1f}, tree {row['tree_us']:.1f}, prepare {row['prepare_us']:.1f})"
         for row in result["control"]
     ]
+    lines.append("control time of requests that share nothing, model with sliding windows, fake model")
+    lines += [f"  {name}: {us:,.0f} us a request" for name, us in result["no_reuse"]["us_a_request"].items()]
+    lines.append(f"  ratio {result['no_reuse']['ratio']:.2f}")
     return "\n".join(lines)
 
 
@@ -83,11 +75,11 @@ def _decode_step(args: ServerArgs, batch: int) -> dict[str, Any]:
     container = build_container(sized)
     try:
         scheduler = container.scheduler()
-        _fill(scheduler, container, batch, outputs=2 * STEPS + 4)
+        fill(scheduler, container, batch, outputs=2 * STEPS + 4, context=CONTEXT_TOKENS)
         for _ in range(4):
             scheduler.step()
         step_ms = _milliseconds(scheduler.step, STEPS)
-        _drain(scheduler)
+        drain(scheduler)
         bare_ms = _milliseconds(_bare_step(container, batch), STEPS)
     finally:
         container.shutdown_resources()
@@ -148,83 +140,13 @@ def _prefill(args: ServerArgs) -> dict[str, float]:
         scheduler = container.scheduler()
         times = []
         for number in range(4):
-            scheduler.add(_request(container, f"prefill-{number}", PREFILL_TOKENS, outputs=1))
+            scheduler.add(request_of(container, f"prefill-{number}", PREFILL_TOKENS, outputs=1))
             began = time.perf_counter()
-            _drain(scheduler)
+            drain(scheduler)
             times.append(time.perf_counter() - began)
     finally:
         container.shutdown_resources()
     return {"tokens_per_second": PREFILL_TOKENS / min(times[1:])}
-
-
-def _control_times() -> list[dict[str, Any]]:
-    """For each batch size the quietest of some rounds, taken in turn: other users of the machine only ever add."""
-    rounds = [[_control_time(batch) for batch in CONTROL_BATCHES] for _ in range(CONTROL_ROUNDS)]
-    return [min(rows, key=lambda row: row["control_us"]) for rows in zip(*rounds, strict=True)]
-
-
-def _control_time(running: int) -> dict[str, Any]:
-    """Processor microseconds of the control thread for one decode step of `running` requests; garbage collection on."""
-    outputs = CONTROL_STEPS + 20
-    args = ServerArgs(
-        max_running_requests=running,
-        max_total_tokens=max(1024, running * (16 + outputs + 32)),
-        context_length=512,
-        chunked_prefill_size=8192,
-    )
-    with overridden(args, fake=True, model=fake_model_config(context_length=512)) as container:
-        cache, runtime = TimedCache(container.tree_cache()), TimedRuntime(container.runtime())
-        scheduler = Scheduler(
-            adapter=SchedulerAdapter(cache),
-            runtime=runtime,
-            finish_rule=container.finish_rule(),
-            limits=container.scheduler_limits(),
-            observer=Unobserved(),
-        )
-        _fill(scheduler, container, running, outputs=outputs, context=16)
-        while scheduler.num_waiting:
-            scheduler.step()
-        for _ in range(8):
-            scheduler.step()
-        gc.collect()
-        samples = [_one_control_step(scheduler, cache, runtime) for _ in range(CONTROL_STEPS)]
-        _drain(scheduler)
-    columns = [median(column) for column in zip(*samples, strict=True)]
-    names = ("control_us", "scheduler_us", "tree_us", "prepare_us")
-    return {"running": running, **dict(zip(names, columns, strict=True))}
-
-
-def _one_control_step(scheduler: Scheduler, cache: TimedCache, runtime: TimedRuntime) -> tuple[float, ...]:
-    cache.clock.reset()
-    runtime.prepare_clock.reset()
-    runtime.device_clock.reset()
-    began = time.thread_time_ns()
-    scheduler.step()
-    total = time.thread_time_ns() - began - runtime.device_clock.nanoseconds
-    tree, prepare = cache.clock.nanoseconds, runtime.prepare_clock.nanoseconds
-    return total / 1e3, (total - tree - prepare) / 1e3, tree / 1e3, prepare / 1e3
-
-
-def _fill(
-    scheduler: Scheduler, container: Container, count: int, *, outputs: int, context: int = CONTEXT_TOKENS
-) -> None:
-    for number in range(count):
-        scheduler.add(_request(container, f"bench-{number}", context, outputs=outputs))
-    while scheduler.num_waiting:
-        scheduler.step()
-
-
-def _request(container: Container, name: str, num_tokens: int, *, outputs: int) -> Request:
-    rng = np.random.default_rng(len(name) * 1000 + hash(name) % 1000)
-    tokens = rng.integers(0, min(250, container.model_config().vocab_size), num_tokens).astype(np.int32)
-    return Request(
-        request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=outputs, ignore_eos=True)
-    )
-
-
-def _drain(scheduler: Scheduler) -> None:
-    while scheduler.has_work():
-        scheduler.step()
 
 
 def _milliseconds(call: Callable[[], object], count: int) -> float:

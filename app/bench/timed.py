@@ -76,6 +76,9 @@ class TimedCache(BasePrefixCache):
     def __init__(self, cache: BasePrefixCache) -> None:
         self._cache = cache
         self.token_allocator = cache.token_allocator
+        self.window_allocator = cache.window_allocator
+        self.state_allocator = cache.state_allocator
+        self.sliding_window = cache.sliding_window
         self.page_size = cache.page_size
         self.clock = Clock()
 
@@ -98,10 +101,41 @@ class TimedCache(BasePrefixCache):
     def insert(
         self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
     ) -> InsertResult:
-        return self.clock.time(self._cache.insert, key, pages)
+        return self.clock.time(self._cache.insert, key, pages, window_pages, state)
+
+    def unlock_window(self, receipt: LockReceipt) -> None:
+        self.clock.time(self._cache.unlock_window, receipt)
 
     def evict(self, num_pages: int) -> int:
         return self.clock.time(self._cache.evict, num_pages)
+
+    def evict_window(self, num_pages: int) -> int:
+        return self.clock.time(self._cache.evict_window, num_pages)
+
+    def evict_states(self, num_states: int) -> int:
+        return self.clock.time(self._cache.evict_states, num_states)
+
+    @property
+    def evictable_window_pages(self) -> int:
+        return self._cache.evictable_window_pages
+
+    @property
+    def protected_window_pages(self) -> int:
+        return self._cache.protected_window_pages
+
+    @property
+    def evictable_states(self) -> int:
+        return self._cache.evictable_states
+
+    @property
+    def protected_states(self) -> int:
+        return self._cache.protected_states
+
+    def cached_window_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._cache.cached_window_page_ids()
+
+    def cached_states(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._cache.cached_states()
 
     @property
     def evictable_pages(self) -> int:

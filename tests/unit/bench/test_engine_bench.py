@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from app.bench import control
 from app.bench import engine as bench
 from app.config.server_args import ServerArgs
 from app.models.bundled import find_bundled_model
@@ -13,21 +14,31 @@ from app.models.bundled import find_bundled_model
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CONTROL_STEPS", 6)
-    monkeypatch.setattr(bench, "CONTROL_ROUNDS", 2)
-    monkeypatch.setattr(bench, "CONTROL_BATCHES", (1, 3))
+    monkeypatch.setattr(control, "CONTROL_STEPS", 6)
+    monkeypatch.setattr(control, "NO_REUSE_REQUESTS", 6)
+    monkeypatch.setattr(control, "CONTROL_ROUNDS", 2)
+    monkeypatch.setattr(control, "CONTROL_BATCHES", (1, 3))
     monkeypatch.setattr(bench, "DECODE_BATCHES", (1,))
     monkeypatch.setattr(bench, "STEPS", 3)
 
 
 @pytest.mark.usefixtures("short")
 def test_control_time_is_the_sum_of_its_parts():
-    rows = bench._control_times()
+    rows = control.control_times()
     assert [row["running"] for row in rows] == [1, 3]
     for row in rows:
         assert row["control_us"] > 0
         assert row["prepare_us"] > 0
         assert row["scheduler_us"] > 0
+
+
+@pytest.mark.usefixtures("short")
+def test_requests_that_share_nothing_are_served_by_each_cache():
+    result = control.no_reuse_times()
+    assert all(us > 0 for us in result["us_a_request"].values())
+    assert result["ratio"] == pytest.approx(
+        result["us_a_request"]["unified_radix_cache"] / result["us_a_request"]["chunk_cache"]
+    )
 
 
 def test_a_result_is_printed_with_its_floor_and_ratio():
@@ -36,6 +47,7 @@ def test_a_result_is_printed_with_its_floor_and_ratio():
         "pool_size": {"small_ms": 10.0, "large_ms": 11.0, "large_over_small": 1.1},
         "prefill": {"tokens_per_second": 512.4},
         "control": [{"running": 256, "control_us": 240.0, "scheduler_us": 170.0, "tree_us": 0.0, "prepare_us": 70.0}],
+        "no_reuse": {"us_a_request": {"unified_radix_cache": 1100.0, "chunk_cache": 1000.0}, "ratio": 1.1},
     }
     text = bench.format_engine_bench(result)
     for part in (
@@ -45,6 +57,7 @@ def test_a_result_is_printed_with_its_floor_and_ratio():
         "ratio 1.10",
         "512 tokens/s",
         "256 running:   240.0 us",
+        "unified_radix_cache: 1,100 us a request",
     ):
         assert part in text
 
