@@ -21,16 +21,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import Mesh, PartitionSpec
 
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ModelConfig
 from app.core.ports import PoolSpec
-from app.models import llama
-from app.models.flat_programs import FlatPrograms
+from app.models.decoder import Kept
+from app.models.families.table import decoder_of
+from app.models.flat_programs import FlatPrograms, FlatStep
 from app.models.layer_runs import LoopOverLayers
-from app.models.layers.attention import decode_attention, separate_arrays
+from app.models.layers.attention import Scores, decode_attention, separate_arrays
 from app.models.layers.flat_attention import FlatAttention, FlatKV
 from app.models.layers.gather_attention import GatherAttention
 from app.models.layers.ragged_attention import RaggedAttention
-from app.models.layers.rope import inverse_frequencies, rotation
+from app.models.layers.rope import rotation
 from app.models.steps import DecodeRows, TokenPlaces, decode_places
 from app.tpu.compiled import CompiledFacts, compile_facts
 from app.tpu.kv_pool import write_tokens
@@ -81,8 +82,11 @@ class Bench:
         return replicated(self.mesh, shape, jnp.bfloat16)
 
     def layer(self, weights: Any, hidden: jax.Array, kv: Any, places: TokenPlaces, attend: Any) -> Any:
-        turns = rotation(places.positions, inverse_frequencies(self.config))
-        return llama.layer(weights, hidden, kv, turns, attend, self.config)
+        decoder = decoder_of(self.config)
+        step = FlatStep({rope: rotation(places.positions, rope) for rope in decoder.ropes}, attend)
+        kept: Kept = {Component.FULL.value: kv}
+        hidden, kept = decoder.layers[0].run(weights, hidden, kept, step)
+        return hidden, kept[Component.FULL.value]
 
     def carried(self, attention: FlatAttention) -> Driver:
         """A loop over layers that carries one flat pool: what is served."""
@@ -144,13 +148,13 @@ class Bench:
     def apart(self, layers: Any, hidden: jax.Array, pool: Any, places: TokenPlaces, rows: DecodeRows) -> Any:
         """As on CPU: layers one after another, keys and values apart."""
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: Any) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, scores: Scores) -> Any:
             kv = tuple(
                 write_tokens(array, places.pages, places.offsets, new.reshape(ROWS, -1))
                 for array, new in zip(kv, (k, v), strict=True)
             )
             layer = separate_arrays(*kv, self.config.head_dim)
-            return decode_attention(q * self.config.head_dim**-0.5, layer, rows.page_table, rows.lengths), kv
+            return decode_attention(q, layer, rows, scores), kv
 
         written = []
         for index, own in enumerate(pool):

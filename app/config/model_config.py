@@ -1,4 +1,7 @@
-"""What a model is, as far as memory and scheduling need to know. Read from config.json without touching weights."""
+"""What a model is: its sizes, what each layer keeps, and the switches that families of models differ by.
+
+Read from config.json without touching weights.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,17 @@ class Component(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama-3 style frequency scaling; `kind` "none" leaves frequencies as they are, "linear" divides them."""
+    """How the frequencies of a rope are changed for longer contexts; `kind` "none" leaves them as they are."""
 
-    kind: str = "none"  # none | linear | llama3
+    kind: str = "none"  # none | linear | llama3 | yarn
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # of llama3
     high_freq_factor: float = 4.0
-    original_context_length: int = 8192
+    original_context_length: int = 8192  # of llama3 and yarn
+    beta_fast: float = 32.0  # of yarn: turns within the original context, from which on a pair stays as it is
+    beta_slow: float = 1.0  # and up to which it is slowed down by `factor`
+    whole_pairs: bool = True  # of yarn: round the pairs at which that is so outwards
+    attention_factor: float = 1.0  # of yarn: by which rotated queries and keys are longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +49,20 @@ class StateArray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that most layers of a model have for an FFN."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalised: bool = True  # the chosen experts' weights sum to one
+    dense_layers: frozenset[int] = frozenset()  # layers with a plain FFN instead
+    gate_limit: float | None = None  # both inner products of an expert are clamped to it (gpt_oss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family, with the switches its members differ by."""
+    """A decoder-only transformer. The families' readers (app/models/families) fill in what their members have."""
 
     architecture: str  # as in config.json's model_type: llama, mistral, qwen2, qwen3, ...
     vocab_size: int
@@ -55,11 +74,24 @@ class ModelConfig:
     head_dim: int
     context_length: int  # tokens, prompt and output together
     rms_norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to the weights of norms (Gemma stores them less 1)
+    post_norms: bool = False  # norms after attention and FFN too (Gemma)
+    activation: str = "silu"  # of the FFN's gate: silu | gelu_tanh
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
+    window_rope_theta: float | None = None  # of SWA layers, which then have no scaling (Gemma 3)
     tie_word_embeddings: bool = False
+    embedding_scale: float = 1.0  # by which embeddings are multiplied
+    logit_soft_cap: float | None = None  # c: logits become c * tanh(logit / c)
     attention_bias: bool = False  # q, k and v projections (Qwen2)
+    attention_out_bias: bool = False  # o projection
+    attention_sinks: bool = False  # a learned score for each head that takes weight from the keys (gpt_oss)
+    attention_scale: float | None = None  # of scores; head_dim ** -0.5 where None
+    attention_soft_cap: float | None = None  # as logit_soft_cap, of scores
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
+    rotary_dim: int | None = None  # how many of a head's first elements the rope turns; all where None
+    latent_kv: bool = False  # one latent of head_dim is all that a token keeps; num_kv_heads is 1 (MLA)
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     sliding_window: int | None = None  # W: a query at i sees keys at j with i - W < j <= i, in its SWA layers
@@ -69,13 +101,7 @@ class ModelConfig:
 
     def layers_with(self, component: Component) -> tuple[int, ...]:
         """The layers, in order, that have this component."""
-        kinds = self.layer_components or (self.components,) * self.num_layers
-        return tuple(layer for layer, kind in enumerate(kinds) if component in kind)
+        return tuple(layer for layer in range(self.num_layers) if component in self.components_of(layer))
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all weights; exact for the dense Llama family."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        heads = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+    def components_of(self, layer: int) -> frozenset[Component]:
+        return self.layer_components[layer] if self.layer_components else self.components

@@ -1,7 +1,7 @@
-"""The Llama family over a flat pool as one program a call, the way for TPU.
+"""Models whose layers are all alike over a flat pool, as one program a call: the way for TPU.
 
-The pool is one array that the layers hand on, so that XLA writes it in place. The layer function is the one that CPU
-runs over an array a layer (model_runner.py).
+The pool is one array that the layers hand on, so that XLA writes it in place. The layers are those that run over an
+array for each layer elsewhere (decoder_programs.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ModelConfig
 from app.core.ports import PoolSpec
-from app.models import llama
+from app.errors import ConfigError
+from app.models.decoder import Kept, LayerWeights, Recurrence
+from app.models.families.table import decoder_of
 from app.models.layer_runs import LayerRun, Parts
-from app.models.layers.flat_attention import FlatAttention, FlatKV
-from app.models.layers.rope import inverse_frequencies, rotation
-from app.models.llama import Attend, LayerWeights
+from app.models.layers.attention import Scores
+from app.models.layers.flat_attention import Attend, FlatAttention, FlatKV
+from app.models.layers.rope import Rope, Rotation, rotation
+from app.models.pool_check import check_pool
 from app.models.steps import DecodeRows, ExtendRows, TokenPlaces, decode_places, extend_places, last_tokens
-from app.models.weights_on_mesh import WeightShapes, WeightsSource, kv_heads_on_mesh, stacked_partition
+from app.models.weight_plan import TensorPlan
+from app.models.weights_on_mesh import WeightShapes, WeightsSource
 from app.tpu.mesh import TENSOR_AXIS
 from app.tpu.pool_layout import FlatKVBuffers
 from app.tpu.program import Program, from_host, replicated
@@ -46,11 +50,11 @@ class _Shapes:
 
     shapes: WeightShapes
 
-    def one(self, plan: llama.TensorPlan, layer: int | None) -> Any:
+    def one(self, plan: TensorPlan, layer: int | None) -> Any:
         return self.shapes.abstract(plan)
 
-    def stack(self, plan: llama.TensorPlan) -> Any:
-        return self.shapes.abstract_stack(plan)
+    def stack(self, plan: TensorPlan, num_layers: int) -> Any:
+        return self.shapes.abstract_stack(plan, num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +65,48 @@ class _Arrays:
     source: WeightsSource
     loading: Callable[[], None]  # told before each
 
-    def one(self, plan: llama.TensorPlan, layer: int | None) -> jax.Array:
+    def one(self, plan: TensorPlan, layer: int | None) -> jax.Array:
         self.loading()
         return self.shapes.place(self.source, plan, layer)
 
-    def stack(self, plan: llama.TensorPlan) -> jax.Array:
+    def stack(self, plan: TensorPlan, num_layers: int) -> jax.Array:
         self.loading()
-        return self.shapes.place_stack(self.source, plan)
+        return self.shapes.place_stack(self.source, plan, num_layers)
 
 
 class _Partitions:
     """Parts that are partitions over the mesh's axes."""
 
-    def one(self, plan: llama.TensorPlan, layer: int | None) -> PartitionSpec:
-        return llama.partition(plan.axes)
+    def one(self, plan: TensorPlan, layer: int | None) -> PartitionSpec:
+        return plan.partition
 
-    def stack(self, plan: llama.TensorPlan) -> PartitionSpec:
-        return stacked_partition(plan.axes)
+    def stack(self, plan: TensorPlan, num_layers: int) -> PartitionSpec:
+        return plan.stacked_partition
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStep:
+    """A Step for layers that all have full attention."""
+
+    rotations: dict[Rope, Rotation]
+    write_and_attend: Attend
+
+    def turns(self, rope: Rope) -> Rotation:
+        return self.rotations[rope]
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept, scores: Scores, sinks: jax.Array | None
+    ) -> tuple[jax.Array, Kept]:
+        attended, kv = self.write_and_attend(q, k, v, kept[Component.FULL.value], scores)
+        return attended, {Component.FULL.value: kv}
+
+    def attend_latent(
+        self, q: jax.Array, latent: jax.Array, kept: Kept, scores: Scores, value_dim: int
+    ) -> tuple[jax.Array, Kept]:
+        raise NotImplementedError  # FlatPrograms refuses such models
+
+    def recur(self, recurrence: Recurrence, x: jax.Array, kept: Kept) -> tuple[jax.Array, Kept]:
+        raise NotImplementedError  # the same
 
 
 class FlatPrograms:
@@ -97,15 +126,18 @@ class FlatPrograms:
         layer_run: LayerRun,
         dtype: str,
     ) -> None:
-        """Raises ConfigError when the mesh cannot share out the model or the pool is not of this model's shape."""
+        """Raises ConfigError for layers that are not alike or keep more than keys and values of every token; when the
+        mesh cannot share out the model; and when the pool is not of this model's shape.
+        """
         self._config = config
+        self._decoder = decoder_of(config)
+        _check_alike(config, len(set(self._decoder.layers)))
         self._mesh = mesh
         self._spec = pool_spec
         self._attention = attention
         self._layer_run = layer_run
-        self._frequencies = inverse_frequencies(config)
-        num_kv_heads = kv_heads_on_mesh(config, mesh.shape[TENSOR_AXIS], pool_spec)
-        self.shapes = WeightShapes(config, mesh, num_kv_heads, np.dtype(jnp.dtype(dtype)))
+        self.shapes = WeightShapes(config, self._decoder, mesh, np.dtype(jnp.dtype(dtype)))
+        check_pool("pool_spec", pool_spec, config.num_layers, self.shapes.num_kv_heads, config.head_dim)
         self.decode = jax.jit(self._decode, donate_argnums=1)
         self.extend = jax.jit(self._extend, donate_argnums=1, static_argnames="max_chunk")
 
@@ -156,11 +188,12 @@ class FlatPrograms:
         return weights._replace(embedding=by_row)
 
     def _weights(self, parts: Parts) -> FlatWeights:
+        decoder = self._decoder
         return FlatWeights(
-            layers=self._layer_run.parts(llama.layer_plans(self._config), self._config.num_layers, parts),
-            embedding=parts.one(llama.EMBEDDING_PLAN, None),
-            head=None if self._config.tie_word_embeddings else parts.one(llama.HEAD_PLAN, None),
-            final_norm=parts.one(llama.FINAL_NORM_PLAN, None),
+            layers=self._layer_run.parts(decoder.layers[0].plans, len(decoder.layers), parts),
+            embedding=parts.one(decoder.embedding, None),
+            head=None if decoder.head is None else parts.one(decoder.head, None),
+            final_norm=parts.one(decoder.final_norm, None),
         )
 
     def _decode(
@@ -217,23 +250,31 @@ class FlatPrograms:
         buffers: FlatKVBuffers,
         token_ids: jax.Array,
         places: TokenPlaces,
-        attend: Attend[FlatKV],
+        attend: Attend,
     ) -> tuple[FlatKVBuffers, jax.Array]:
-        turns = rotation(places.positions, self._frequencies)
+        decoder = self._decoder
+        step = FlatStep({rope: rotation(places.positions, rope) for rope in decoder.ropes}, attend)
 
         def run_layer(
-            own: LayerWeights, index: jax.Array, hidden: jax.Array, pool: jax.Array
+            own: LayerWeights[jax.Array], index: jax.Array, hidden: jax.Array, pool: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            hidden, kv = llama.layer(own, hidden, FlatKV(pool, index), turns, attend, self._config)
-            return hidden, kv.pool
+            kept: Kept = {Component.FULL.value: FlatKV(pool, index)}
+            hidden, kept = decoder.layers[0].run(own, hidden, kept, step)
+            return hidden, kept[Component.FULL.value].pool
 
-        hidden = llama.embed(weights.embedding, token_ids)
+        hidden = decoder.embed(weights.embedding, token_ids)
         hidden, pool = self._layer_run.run(weights.layers, self._config.num_layers, run_layer, hidden, buffers.pages)
         return FlatKVBuffers(pool), hidden
 
     def _logits(self, weights: FlatWeights, hidden: jax.Array) -> jax.Array:
         head = weights.embedding if weights.head is None else weights.head
-        return llama.logits(head, weights.final_norm, hidden, self._config)
+        return self._decoder.logits(head, weights.final_norm, hidden)
+
+
+def _check_alike(config: ModelConfig, num_kinds: int) -> None:
+    if config.components != {Component.FULL} or config.latent_kv or config.attention_sinks or num_kinds > 1:
+        allowed = "over a flat pool only models whose layers are all alike, with full attention to keys and values"
+        raise ConfigError(field="model", value=config.architecture, allowed=allowed)
 
 
 def _row_after_row(sharding: jax.sharding.Sharding) -> Format:

@@ -1,4 +1,4 @@
-"""The Llama family over a flat pool, as a runtime calls it."""
+"""A model over a flat pool, as a runtime calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.tpu.pool_layout import FlatKVBuffers
 
 
 class FlatModelRunner:
-    """A ModelRunner for llama, mistral (without a window), qwen2 and qwen3 over a flat pool.
+    """A ModelRunner over a flat pool, for the models that FlatPrograms serves.
 
     Owns the weights, never the pool: its array is donated to every call and the replacement returned. Inputs must be
     device arrays, or numpy arrays that nobody changes afterwards. Not thread-safe: one thread dispatches.

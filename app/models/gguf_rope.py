@@ -23,7 +23,12 @@ def scaling_from_metadata(metadata: GgufMetadata, architecture: str) -> dict[str
     kind = metadata.text(f"{architecture}.rope.scaling.type") or "none"
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": metadata.number(f"{architecture}.rope.scaling.factor")}
+    section = f"{architecture}.rope.scaling"
+    return {
+        "rope_type": kind,
+        "factor": metadata.number(f"{section}.factor"),
+        "original_max_position_embeddings": metadata.whole(f"{section}.original_context_length"),
+    }
 
 
 def scaling_from_factors(factors: np.ndarray, theta: float) -> dict[str, Any]:

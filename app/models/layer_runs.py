@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
 
-from app.models.llama import LayerWeights, TensorPlan, layer_of
+from app.models.decoder import LayerWeights
+from app.models.weight_plan import TensorPlan
 
 # (weights, index, hidden, pool) -> (hidden, pool)
-RunLayer = Callable[[LayerWeights, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+RunLayer = Callable[[LayerWeights[jax.Array], jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Parts(Protocol):
@@ -21,13 +23,13 @@ class Parts(Protocol):
         """For one weight, of that layer or of none."""
         ...
 
-    def stack(self, plan: TensorPlan) -> Any:
-        """For that weight of every layer in one array, layers first."""
+    def stack(self, plan: TensorPlan, num_layers: int) -> Any:
+        """For that weight of so many layers in one array, layers first."""
         ...
 
 
 class LayerRun(Protocol):
-    def parts(self, plans: dict[str, TensorPlan], num_layers: int, parts: Parts) -> Any:
+    def parts(self, plans: LayerWeights[TensorPlan], num_layers: int, parts: Parts) -> Any:
         """The layers' weights, as this way of running them wants them."""
         ...
 
@@ -45,11 +47,12 @@ class LayerRun(Protocol):
 class LoopOverLayers:
     """One loop over stacked weights: a layer is compiled once, whatever the depth."""
 
-    def parts(self, plans: dict[str, TensorPlan], num_layers: int, parts: Parts) -> LayerWeights:
-        return layer_of({field: parts.stack(plan) for field, plan in plans.items()})
+    def parts(self, plans: LayerWeights[TensorPlan], num_layers: int, parts: Parts) -> LayerWeights[Any]:
+        stacked: LayerWeights[Any] = jax.tree.map(lambda plan: parts.stack(plan, num_layers), plans)
+        return stacked
 
     def run(
-        self, layers: LayerWeights, num_layers: int, run_layer: RunLayer, hidden: jax.Array, pool: jax.Array
+        self, layers: LayerWeights[jax.Array], num_layers: int, run_layer: RunLayer, hidden: jax.Array, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         def run_index(index: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             own = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False), layers)
@@ -65,14 +68,12 @@ class LoopOverLayers:
 class LayersInARow:
     """Layers one after another, weights in arrays of their own: compiling takes longer with every layer."""
 
-    def parts(self, plans: dict[str, TensorPlan], num_layers: int, parts: Parts) -> tuple[LayerWeights, ...]:
-        return tuple(
-            layer_of({field: parts.one(plan, layer) for field, plan in plans.items()}) for layer in range(num_layers)
-        )
+    def parts(self, plans: LayerWeights[TensorPlan], num_layers: int, parts: Parts) -> tuple[LayerWeights[Any], ...]:
+        return tuple(jax.tree.map(partial(parts.one, layer=layer), plans) for layer in range(num_layers))
 
     def run(
         self,
-        layers: tuple[LayerWeights, ...],
+        layers: tuple[LayerWeights[jax.Array], ...],
         num_layers: int,
         run_layer: RunLayer,
         hidden: jax.Array,

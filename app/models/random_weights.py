@@ -7,6 +7,8 @@ import zlib
 import numpy as np
 
 from app.config.model_config import ModelConfig
+from app.models.families.table import decoder_of
+from app.models.weight_plan import EXPERT
 
 
 class RandomWeights:
@@ -16,36 +18,27 @@ class RandomWeights:
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self._config = config
+        """Raises ConfigError for a family without a decoder."""
         self._seed = seed
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for plan, layer in decoder_of(config).plans():
+            if EXPERT not in plan.name:
+                self._shapes[plan.name.format(layer=layer)] = plan.shape
+                continue
+            for expert in range(plan.shape[0]):
+                self._shapes[plan.name.format(layer=layer, expert=expert)] = plan.shape[1:]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(self._shapes)
 
     def tensor(self, name: str) -> np.ndarray:
-        """float32; Hugging Face names and shapes. Raises KeyError for a name that this family does not have."""
-        *_, module, kind = name.split(".")
-        shape = self._shapes()[module]
+        """float32; Hugging Face names and shapes. Raises KeyError for a name that this model does not have."""
+        shape = self._shapes[name]
         generator = np.random.default_rng((self._seed, zlib.crc32(name.encode())))
-        if kind == "bias":
-            return generator.normal(0, 0.1, shape[0]).astype(np.float32)
+        if name.endswith("bias"):
+            return generator.normal(0, 0.1, shape).astype(np.float32)
         if len(shape) == 1:
             return generator.normal(1, 0.1, shape).astype(np.float32)
-        return generator.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        config = self._config
-        width = config.hidden_size
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        norms = ("input_layernorm", "post_attention_layernorm", "norm")
-        return {
-            "embed_tokens": (config.vocab_size, width),
-            "lm_head": (config.vocab_size, width),
-            "q_proj": (heads, width),
-            "k_proj": (kv_heads, width),
-            "v_proj": (kv_heads, width),
-            "o_proj": (width, heads),
-            "gate_proj": (config.intermediate_size, width),
-            "up_proj": (config.intermediate_size, width),
-            "down_proj": (width, config.intermediate_size),
-            "q_norm": (config.head_dim,),
-            "k_norm": (config.head_dim,),
-            **dict.fromkeys(norms, (width,)),
-        }
+        return generator.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from app.config.model_config import Component, ModelConfig
+from app.config.model_config import ModelConfig
 from app.config.parallel import padded_kv_heads
-from app.core.ports import PoolSpec
 from app.errors import ConfigError
-from app.models.llama import TensorPlan, partition
+from app.models.decoder import Decoder
+from app.models.weight_plan import EXPERT, MESH_AXES, TensorPlan
 from app.models.weight_shares import padded_rows, replicated_head_rows, share
 from app.tpu.mesh import TENSOR_AXIS
 
@@ -26,32 +26,24 @@ class WeightsSource(Protocol):
 class WeightShapes:
     """How the weights of one model lie on one mesh."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, num_kv_heads: int, dtype: np.dtype) -> None:
-        """num_kv_heads: over all ranks, after replication; see `kv_heads_on_mesh`."""
-        self._config = config
+    def __init__(self, config: ModelConfig, decoder: Decoder, mesh: Mesh, dtype: np.dtype) -> None:
+        """Raises ConfigError when the mesh cannot share out the model."""
         self._mesh = mesh
-        self._num_kv_heads = num_kv_heads
         self._dtype = dtype
-        num_ranks = mesh.shape[TENSOR_AXIS]
-        self._sizes = {
-            "vocab": -(-config.vocab_size // num_ranks) * num_ranks,
-            "heads": config.num_heads * config.head_dim,
-            "kv_heads": num_kv_heads * config.head_dim,
-            "ffn": config.intermediate_size,
-            "embed": config.hidden_size,
-            "head_dim": config.head_dim,
-        }
+        self._num_ranks = mesh.shape[TENSOR_AXIS]
+        self.num_kv_heads = padded_kv_heads(config.num_heads, config.num_kv_heads, self._num_ranks)
+        """Over all ranks, after replication."""
+        self._own_kv_heads = config.num_kv_heads
+        for plan, _ in decoder.plans():
+            self._check_cuts(plan)
 
     def abstract(self, plan: TensorPlan) -> Any:
         """The weight's shape, type and sharding."""
-        shape = tuple(self._sizes[axis] for axis in plan.axes)
-        return jax.ShapeDtypeStruct(shape, self._dtype, sharding=NamedSharding(self._mesh, partition(plan.axes)))
+        return self._abstract(self._shape(plan), plan.partition)
 
-    def abstract_stack(self, plan: TensorPlan) -> Any:
+    def abstract_stack(self, plan: TensorPlan, num_layers: int) -> Any:
         """The same for that weight of every layer in one array, layers first."""
-        one = self.abstract(plan)
-        sharding = NamedSharding(self._mesh, stacked_partition(plan.axes))
-        return jax.ShapeDtypeStruct((self._config.num_layers, *one.shape), one.dtype, sharding=sharding)
+        return self._abstract((num_layers, *self._shape(plan)), plan.stacked_partition)
 
     def place(self, source: WeightsSource, plan: TensorPlan, layer: int | None = None) -> jax.Array:
         """One weight on the mesh. The source's array is copied, not kept; each process reads its own shards of it."""
@@ -60,41 +52,49 @@ class WeightShapes:
             abstract.shape, abstract.sharding, lambda index: self._shard(source, plan, layer, index)
         )
 
-    def place_stack(self, source: WeightsSource, plan: TensorPlan) -> jax.Array:
+    def place_stack(self, source: WeightsSource, plan: TensorPlan, num_layers: int) -> jax.Array:
         """That weight of every layer on the mesh, layers first. Holds one device's share in host memory meanwhile."""
-        abstract = self.abstract_stack(plan)
+        abstract = self.abstract_stack(plan, num_layers)
 
         def shard(index: Any) -> np.ndarray:
-            layers = range(self._config.num_layers)[index[0]]
+            layers = range(num_layers)[index[0]]
             return np.stack([self._shard(source, plan, layer, index[1:]) for layer in layers])
 
         return jax.make_array_from_callback(abstract.shape, abstract.sharding, shard)
 
+    def _abstract(self, shape: tuple[int, ...], partition: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(shape, self._dtype, sharding=NamedSharding(self._mesh, partition))
+
+    def _shape(self, plan: TensorPlan) -> tuple[int, ...]:
+        sizes = {"vocab": self._whole_shares, "kv_heads": self._replicated}
+        return tuple(
+            sizes[axis](size) if axis in sizes else size for axis, size in zip(plan.axes, plan.shape, strict=True)
+        )
+
+    def _whole_shares(self, size: int) -> int:
+        return -(-size // self._num_ranks) * self._num_ranks
+
+    def _replicated(self, size: int) -> int:
+        return size * self.num_kv_heads // self._own_kv_heads
+
+    def _check_cuts(self, plan: TensorPlan) -> None:
+        for axis, size, stored in zip(plan.axes, plan.shape, self._shape(plan), strict=True):
+            if MESH_AXES[axis] is not None and stored % self._num_ranks:
+                allowed = f"{size}, the {axis} axis of {plan.name}, must divide evenly"
+                raise ConfigError(field="--tp-size", value=self._num_ranks, allowed=allowed)
+
     def _shard(self, source: WeightsSource, plan: TensorPlan, layer: int | None, index: Any) -> np.ndarray:
         """What one device holds of a weight: index has a slice for each of its axes."""
-        tensor = source.tensor(plan.name.format(layer))
-        rows = padded_rows(len(tensor), self._sizes["vocab"] if plan.axes[0] == "vocab" else len(tensor))
+        if EXPERT not in plan.name:
+            return self._share(plan, plan.take(source.tensor(plan.name.format(layer=layer))), index)
+        one = TensorPlan(plan.name, plan.axes[1:], plan.shape[1:], plan.take)
+        experts = range(plan.shape[0])[index[0]]
+        tensors = (plan.take(source.tensor(plan.name.format(layer=layer, expert=expert))) for expert in experts)
+        return np.stack([self._share(one, tensor, index[1:]) for tensor in tensors])
+
+    def _share(self, plan: TensorPlan, tensor: np.ndarray, index: Any) -> np.ndarray:
+        rows = padded_rows(len(tensor), self._shape(plan)[0] if plan.axes[0] == "vocab" else len(tensor))
         if plan.axes[0] == "kv_heads":
-            copies = self._num_kv_heads // self._config.num_kv_heads
-            rows = replicated_head_rows(len(tensor), self._config.head_dim, copies)
+            copies = self.num_kv_heads // self._own_kv_heads
+            rows = replicated_head_rows(len(tensor), len(tensor) // self._own_kv_heads, copies)
         return share(tensor, rows, index, self._dtype)
-
-
-def stacked_partition(axes: tuple[str, ...]) -> PartitionSpec:
-    """Of a weight of every layer in one array: every rank has its share of every layer."""
-    return PartitionSpec(None, *partition(axes))
-
-
-def kv_heads_on_mesh(config: ModelConfig, tp_size: int, spec: PoolSpec) -> int:
-    """-> KV heads over all ranks. ConfigError when the mesh cannot share out the model or the pool is not its pool."""
-    if Component.SWA in config.components:
-        raise ConfigError(field="model", value=config.architecture, allowed="sliding windows are not supported yet")
-    num_kv_heads = padded_kv_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if config.intermediate_size % tp_size:
-        allowed = f"the model's intermediate size {config.intermediate_size} must divide evenly"
-        raise ConfigError(field="--tp-size", value=tp_size, allowed=allowed)
-    shape = (config.num_layers, num_kv_heads, config.head_dim)
-    if shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
-        allowed = f"the model needs layers, KV heads and head_dim of {shape}"
-        raise ConfigError(field="pool_spec", value=spec, allowed=allowed)
-    return num_kv_heads

@@ -7,6 +7,7 @@ from typing import Any
 from app.config.checks import advice
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.containers import Container
+from app.models.families.table import num_parameters
 from app.providers.device import pool_layout
 from app.providers.sizing import snapshot_interval
 from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, bucket
@@ -33,7 +34,7 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "attention_reason": attention.reason,
         "pool_layout": type(pool_layout(attention)).__name__,
         "dtype": dtype,
-        "weights_bytes": served.num_parameters * (4 if dtype == "float32" else 2),
+        "weights_bytes": num_parameters(served) * (4 if dtype == "float32" else 2),
         "context_length": served.context_length,
         "kv_cache_dtype": spec.dtype,
         "page_size": spec.page_size,

@@ -12,6 +12,7 @@ from app.config.parallel import padded_kv_heads
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
+from app.models.families.table import num_parameters
 from app.models.layers.attention_choice import AttentionChoice, choose_attention
 from app.scheduling.limits import SchedulerLimits
 
@@ -101,7 +102,7 @@ def pool_pages(
 
     bytes_a_page, memory_bytes: over all ranks; a page with all that it needs beside it.
     """
-    left = memory_bytes - model.num_parameters * (4 if dtype == "float32" else 2)
+    left = memory_bytes - num_parameters(model) * (4 if dtype == "float32" else 2)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // args.page_size
         if (pages + 1) * bytes_a_page > left:

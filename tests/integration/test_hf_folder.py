@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
-from app.models import llama
 from app.models.random_weights import RandomWeights
 from app.providers.testing import Override, overridden
 from app.scheduling.engine import generate_all
@@ -29,12 +28,8 @@ FAMILIES = {
 
 def write_folder(folder: Path, model: ModelConfig) -> None:
     source = RandomWeights(model, seed=0)
-    layers = [
-        plan.name.format(layer) for plan in llama.layer_plans(model).values() for layer in range(model.num_layers)
-    ]
-    heads = [] if model.tie_word_embeddings else [llama.HEAD_PLAN.name]
-    names = [*layers, *heads, llama.EMBEDDING_PLAN.name, llama.FINAL_NORM_PLAN.name]
-    save_file({name: np.ascontiguousarray(source.tensor(name)) for name in names}, folder / "model.safetensors")
+    tensors = {name: np.ascontiguousarray(source.tensor(name)) for name in source.names}
+    save_file(tensors, folder / "model.safetensors")
     config: dict[str, Any] = {
         "model_type": model.architecture,
         "vocab_size": model.vocab_size,

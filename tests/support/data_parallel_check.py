@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from app.models.layers.attention import decode_attention, separate_arrays
+from app.models.layers.attention import Scores, decode_attention, separate_arrays
+from app.models.steps import DecodeRows
 from app.tpu.kv_pool import locate, read_pages, write_tokens
 from app.tpu.mesh import DATA_AXIS, TENSOR_AXIS
 from tests.support.tensor_parallel_check import COLLECTIVES, pointers
@@ -40,7 +41,8 @@ def read(pool: jax.Array, table: jax.Array) -> jax.Array:
 
 def attend(pool: jax.Array, table: jax.Array, queries: jax.Array) -> jax.Array:
     """The pool's array as keys and as values; queries (ROWS, heads, HEAD_DIM)."""
-    return decode_attention(queries, separate_arrays(pool, pool, HEAD_DIM), table, jnp.asarray(LENGTHS))
+    rows = DecodeRows(jnp.asarray(LENGTHS), table)
+    return decode_attention(queries, separate_arrays(pool, pool, HEAD_DIM), rows, Scores(scale=1.0))
 
 
 def inputs(dp_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ def ragged_reference(
     num_seqs: jax.Array,
     *,
     sm_scale: float,
+    soft_cap: float | None = None,
     **block_sizes: Any,
 ) -> jax.Array:
     """queries (T, heads, dim); kv_pages (pages, page_size, 2 * kv_heads, dim), each head's key before its value."""
@@ -35,6 +36,8 @@ def ragged_reference(
     kv = kv_pages[page_indices[sequence]].reshape(num_tokens, -1, num_kv_heads, 2, dim).astype(jnp.float32)
     by_kv_head = queries.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim).astype(jnp.float32)
     scores = jnp.einsum("tkgd,tckd->tkgc", by_kv_head, kv[:, :, :, 0]) * sm_scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     # A query is so many tokens before the end of its sequence as there are queries of the sequence behind it.
     position = kv_lens[sequence] - (cu_q_lens[1:][sequence] - token)
     visible = jnp.arange(kv.shape[1]) <= position[:, None]

@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from app.core.ports import DecodeInputs
+from app.models.decoder_programs import StepRows
+from app.models.steps import DecodeRows
+from app.tpu.hybrid_buffers import HybridBuffers
+from app.tpu.pool_layout import KVBuffers
 from tests.support.llama_rig import Rows, open_llama, small_config, spec_of
 
 COLLECTIVES = re.compile(r" = \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -49,12 +53,12 @@ def run(tp_size: int) -> dict[str, Any]:
 
 def collectives(runner: Any, buffers: Any, inputs: DecodeInputs) -> list[str]:
     """Of the first group's compiled program."""
-    group = runner._groups[0]
-    held = type(buffers)(buffers.keys[group], buffers.values[group])
+    programs = runner._runner._programs
+    group = programs.groups[0]
+    held = programs.buffers_of(HybridBuffers(buffers, KVBuffers((), ()), ()), group)
     hidden = jnp.zeros((2, CONFIG.hidden_size))
-    lowered = runner._programs.decode.lower(
-        held, runner._weights.layers[group], hidden, inputs.lengths, inputs.page_table
-    )
+    rows = StepRows(DecodeRows(inputs.lengths, inputs.page_table), None, None)
+    lowered = group.decode.lower(held, runner._runner._weights.layers[group.layers], hidden, rows)
     return COLLECTIVES.findall(lowered.compile().as_text())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from app.models.llama import Attend
+from app.models.layers.attention import Scores
 from app.models.steps import DecodeRows, ExtendRows, TokenPlaces
 from app.tpu.kv_pool import write_tokens
 from app.tpu.pool_layout import PoolLayout, flat_rows
@@ -20,17 +21,24 @@ class FlatKV(NamedTuple):
     layer: jax.Array  # () int32
 
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array, FlatKV, Scores], tuple[jax.Array, FlatKV]]
+"""T tokens' unscaled queries (T, heads, head_dim), keys and values (T, kv_heads, head_dim): stores these and attends.
+
+-> (T, heads * head_dim), the pool with the tokens in it.
+"""
+
+
 class FlatAttention(Protocol):
     @property
     def layout(self) -> PoolLayout:
         """Of the pool that it serves."""
         ...
 
-    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend[FlatKV]:
+    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend:
         """For one program: called on one rank's share."""
         ...
 
-    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend[FlatKV]:
+    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend:
         """For one program: called on one rank's share."""
         ...
 

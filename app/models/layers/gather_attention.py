@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 
 from app.core.ports import PoolSpec
-from app.models.layers.attention import PageReader, decode_attention, extend_attention
-from app.models.layers.flat_attention import FlatKV, write_layer
-from app.models.llama import Attend
+from app.models.layers.attention import PageReader, Scores, decode_attention, extend_attention
+from app.models.layers.flat_attention import Attend, FlatKV, write_layer
 from app.models.steps import DecodeRows, ExtendRows, TokenPlaces
 from app.tpu.kv_pool import read_pages
 from app.tpu.pool_layout import FlatWide, flat_rows
@@ -20,26 +19,23 @@ class GatherAttention:
         self._spec = spec
         self.layout = FlatWide()
 
-    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend[FlatKV]:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV) -> tuple[jax.Array, FlatKV]:
+    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV, scores: Scores) -> tuple[jax.Array, FlatKV]:
             kv = write_layer(kv, k, v, places, self._pages_a_layer)
-            return decode_attention(self._scaled(q), self._reader(kv), rows.page_table, rows.lengths), kv
+            return decode_attention(q, self._reader(kv), rows, scores), kv
 
         return attend
 
-    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend[FlatKV]:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV) -> tuple[jax.Array, FlatKV]:
+    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV, scores: Scores) -> tuple[jax.Array, FlatKV]:
             kv = write_layer(kv, k, v, places, self._pages_a_layer)
-            return extend_attention(self._scaled(q), self._reader(kv), rows, max_chunk), kv
+            return extend_attention(q, self._reader(kv), rows, max_chunk, scores), kv
 
         return attend
 
     @property
     def _pages_a_layer(self) -> int:
         return self._spec.num_pages + 1
-
-    def _scaled(self, queries: jax.Array) -> jax.Array:
-        return queries * self._spec.head_dim**-0.5
 
     def _reader(self, kv: FlatKV) -> PageReader:
         head_dim = self._spec.head_dim
@@ -51,4 +47,4 @@ class GatherAttention:
             width = (tokens.shape[0], num_kv_heads * head_dim)
             return tokens[:, :, 0].reshape(width), tokens[:, :, 1].reshape(width)
 
-        return PageReader(read, self._spec.page_size, num_kv_heads)
+        return PageReader(read, self._spec.page_size, num_kv_heads, head_dim)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from app.core.ports import PoolSpec
-from app.models.layers.flat_attention import FlatKV, write_layer
-from app.models.llama import Attend
+from app.models.layers.attention import Scores
+from app.models.layers.flat_attention import Attend, FlatKV, write_layer
 from app.models.steps import DecodeRows, ExtendRows, TokenPlaces
 from app.tpu.pool_layout import FlatByHead, flat_rows
 
@@ -70,16 +70,16 @@ class RaggedAttention:
         self._extra_heads = spec.extra_kv_heads // num_ranks
         self.layout = FlatByHead()
 
-    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend[FlatKV]:
+    def decode(self, rows: DecodeRows, places: TokenPlaces) -> Attend:
         return self._attend(ragged_decode(rows), places)
 
-    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend[FlatKV]:
+    def extend(self, rows: ExtendRows, places: TokenPlaces, max_chunk: int) -> Attend:
         return self._attend(ragged_extend(rows), places)
 
-    def _attend(self, rows: RaggedRows, places: TokenPlaces) -> Attend[FlatKV]:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV) -> tuple[jax.Array, FlatKV]:
+    def _attend(self, rows: RaggedRows, places: TokenPlaces) -> Attend:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv: FlatKV, scores: Scores) -> tuple[jax.Array, FlatKV]:
             kv = write_layer(kv, self._padded(k), self._padded(v), places, self._pages_a_layer)
-            return self._run(q, k.shape[1], kv, rows, places.valid), kv
+            return self._run(q, k.shape[1], kv, rows, places.valid, scores), kv
 
         return attend
 
@@ -87,7 +87,9 @@ class RaggedAttention:
     def _pages_a_layer(self) -> int:
         return self._spec.num_pages + 1
 
-    def _run(self, q: jax.Array, num_kv_heads: int, kv: FlatKV, rows: RaggedRows, valid: jax.Array) -> jax.Array:
+    def _run(
+        self, q: jax.Array, num_kv_heads: int, kv: FlatKV, rows: RaggedRows, valid: jax.Array, scores: Scores
+    ) -> jax.Array:
         num_tokens, num_heads, head_dim = q.shape
         by_kv_head = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
         padded = self._padded(by_kv_head)
@@ -99,7 +101,8 @@ class RaggedAttention:
             flat_rows(rows.pages, kv.layer, self._pages_a_layer, kv.pool.shape[0]),
             rows.cu_q_lens,
             rows.num_seqs,
-            sm_scale=head_dim**-0.5,
+            sm_scale=scores.scale,
+            soft_cap=scores.soft_cap,
             num_kv_pages_per_block=self._pages_a_step(rows.pages.shape[1]),
             num_queries_per_block=min(QUERIES_A_STEP, num_tokens),
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ExpertsConfig, ModelConfig
 from app.core.ports import PoolSpec
 from app.errors import ConfigError, OwnershipError, RuntimeClosedError
 from app.models.flat_programs import FlatPrograms
@@ -66,12 +67,20 @@ def conversation(rows: Rows) -> list[np.ndarray]:
         pytest.param(ragged, {"extra_kv_heads": 2, "extra_head_dim": 8}, LayersInARow(), id="ragged_padded_in_a_row"),
     ],
 )
-@pytest.mark.parametrize("fields", [{}, {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": True},
+        {"experts": ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=24)},
+    ],
+    ids=["plain", "biases", "experts"],
+)
 def test_logits_and_pages_equal_those_of_the_unrolled_driver(
     attention_of: Callable[[PoolSpec], FlatAttention],
     padding: dict[str, int],
     layer_run: LayerRun,
-    fields: dict[str, bool],
+    fields: dict[str, Any],
 ) -> None:
     config = small_config(**fields)
     spec = spec_of(config, page_size=4, num_pages=NUM_PAGES)
@@ -126,6 +135,27 @@ def test_a_pool_of_another_model_is_refused() -> None:
     spec = spec_of(small_config(num_layers=3), page_size=4, num_pages=NUM_PAGES)
 
     with pytest.raises(ConfigError, match="pool_spec"):
+        FlatPrograms(config, make_mesh(1, "cpu"), spec, GatherAttention(spec), LoopOverLayers(), "float32")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"components": frozenset({Component.SWA}), "sliding_window": 8},
+        {"attention_sinks": True},
+        {
+            "experts": ExpertsConfig(
+                num_experts=4, experts_per_token=2, intermediate_size=24, dense_layers=frozenset({0})
+            )
+        },
+    ],
+    ids=["windows", "sinks", "unlike layers"],
+)
+def test_a_model_that_one_loop_over_one_pool_does_not_compute_is_refused(fields: dict[str, Any]) -> None:
+    config = small_config(**fields)
+    spec = spec_of(config, page_size=4, num_pages=NUM_PAGES)
+
+    with pytest.raises(ConfigError, match="all alike"):
         FlatPrograms(config, make_mesh(1, "cpu"), spec, GatherAttention(spec), LoopOverLayers(), "float32")
 
 

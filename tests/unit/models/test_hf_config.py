@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from app.config.model_config import Component, RopeScaling
+from app.config.model_config import Component, ExpertsConfig, RopeScaling
 from app.errors import ConfigError
 from app.models.hf_config import load_model_config, model_config_from_hf
 
 FULL, SWA, RECURRENT = Component.FULL, Component.SWA, Component.RECURRENT
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+GPT_OSS = {"sliding_window": 128, "rope_scaling": YARN, "num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -26,6 +31,12 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "max_position_embeddings": 4096,
     }
     return {**shape, **changes}
+
+
+def needed(model_type: str) -> dict[str, Any]:
+    """What a family's file must state beside the fields that all have."""
+    by_family = {"gpt_oss": GPT_OSS, "qwen3_moe": EXPERTS}
+    return by_family.get(model_type, {"sliding_window": 128} if model_type.startswith("gemma") else {})
 
 
 def test_a_llama_is_read_in_full() -> None:
@@ -96,8 +107,8 @@ def test_rope_settings_are_found_in_their_old_and_new_places(fields: dict[str, A
         ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 4}, {FULL}, None),
         ("qwen3", {"sliding_window": None, "use_sliding_window": False}, {FULL}, None),
         ("gemma2", {"sliding_window": 512}, {FULL, SWA}, 512),
-        ("gemma3_text", {"sliding_window": 512}, {FULL, SWA}, 512),
-        ("gpt_oss", {"sliding_window": 128, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, {FULL, SWA}, 128),
+        ("gemma3_text", {"sliding_window": 512, "num_hidden_layers": 6}, {FULL, SWA}, 512),
+        ("gpt_oss", GPT_OSS, {FULL, SWA}, 128),
         ("qwen3_next", {}, {FULL, RECURRENT}, None),
         ("falcon_h1", {}, {FULL, RECURRENT}, None),
         ("jamba", {}, {FULL, RECURRENT}, None),
@@ -118,6 +129,74 @@ def test_qwen2_has_biases_and_qwen3_norms_of_heads() -> None:
 
     assert (qwen2.attention_bias, qwen2.qk_norm) == (True, False)
     assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+
+
+def test_windows_and_full_attention_take_turns_as_the_family_has_them() -> None:
+    def kinds(family: str, **fields: Any) -> list[set[Component]]:
+        return [set(kind) for kind in model_config_from_hf(config(family, **fields)).layer_components]
+
+    swa, full = {SWA}, {FULL}
+    stated = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert kinds("gemma2", sliding_window=64) == [swa, full, swa, full]
+    assert kinds("gpt_oss", **GPT_OSS) == [swa, full, swa, full]
+    assert kinds("gemma3_text", sliding_window=64, num_hidden_layers=7) == [swa] * 5 + [full, swa]
+    assert kinds("gemma3_text", sliding_window=64, sliding_window_pattern=2) == [swa, full, swa, full]
+    assert kinds("gemma3_text", sliding_window=64, layer_types=stated) == [full, swa, swa, full]
+    late = kinds("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=3)
+    assert late == [full, full, full, swa]
+    assert kinds("mistral", sliding_window=64) == []  # every layer has what the model has
+
+
+def test_gemma3_keeps_an_unscaled_rope_for_its_windows_in_old_files_and_new_ones() -> None:
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    for fields in (old, new):
+        model = model_config_from_hf(config("gemma3_text", sliding_window=64, **fields))
+        assert (model.rope_theta, model.window_rope_theta) == (1e6, 1e4)
+        assert model.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+
+
+def test_gemma_has_caps_scales_and_norms_of_its_own() -> None:
+    gemma2 = model_config_from_hf(config("gemma2", sliding_window=64, final_logit_softcapping=20.0))
+    gemma3 = model_config_from_hf(config("gemma3_text", sliding_window=64, query_pre_attn_scalar=16))
+
+    assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.qk_norm) == (50.0, 20.0, False)
+    assert (gemma3.attention_soft_cap, gemma3.logit_soft_cap, gemma3.qk_norm) == (None, None, True)
+    assert (gemma2.embedding_scale, gemma3.attention_scale, gemma2.attention_scale) == (8.0, 0.25, 1 / 16)
+    assert (gemma2.norm_offset, gemma2.post_norms, gemma2.activation) == (1.0, True, "gelu_tanh")
+    assert gemma2.tie_word_embeddings
+
+
+def test_gpt_oss_has_sinks_biases_experts_and_a_yarn_rope() -> None:
+    model = model_config_from_hf(config("gpt_oss", **GPT_OSS))
+
+    assert model.attention_sinks
+    assert model.attention_bias
+    assert model.attention_out_bias
+    assert model.experts == ExpertsConfig(num_experts=8, experts_per_token=2, intermediate_size=128, gate_limit=7.0)
+    assert (model.rope_theta, model.rope_scaling.kind, model.rope_scaling.factor) == (150_000.0, "yarn", 32.0)
+    assert model.rope_scaling.attention_factor == pytest.approx(1.3465735902799727)
+
+
+def test_qwen3_moe_has_plain_layers_where_the_file_says_so() -> None:
+    model = model_config_from_hf(config("qwen3_moe", **EXPERTS, mlp_only_layers=[3], decoder_sparse_step=2))
+
+    assert model.experts == ExpertsConfig(
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=32,
+        normalised=False,
+        dense_layers=frozenset({0, 2, 3}),
+    )
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
@@ -145,7 +224,7 @@ def test_a_family_that_is_no_name_is_refused(model_type: Any) -> None:
         ("llama", "rms_norm_eps", float("nan")),
         ("llama", "tie_word_embeddings", "yes"),
         ("llama", "eos_token_id", "</s>"),
-        ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("llama", "rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
         ("llama", "rope_scaling", "linear"),
         ("llama", "hidden_act", "gelu"),
         ("llama", "mlp_bias", True),
@@ -156,11 +235,23 @@ def test_a_family_that_is_no_name_is_refused(model_type: Any) -> None:
         ("qwen2", "use_sliding_window", 1),
         ("mistral", "sliding_window", 0),
         ("gemma2", "sliding_window", None),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma3_text", "hidden_activation", "gelu"),
+        ("gemma3_text", "layer_types", ["full_attention"] * 3),
+        ("gemma3_text", "layer_types", ["full_attention", "linear_attention"] * 2),
+        ("gemma3_text", "attn_logit_softcapping", -1),
+        ("mistral", "layer_types", ["full_attention"] * 4),
+        ("qwen3_moe", "use_sliding_window", True),
+        ("qwen3_moe", "mlp_only_layers", 1),
+        ("gpt_oss", "rope_scaling", None),
+        ("gpt_oss", "swiglu_alpha", 1.0),
+        ("gpt_oss", "num_local_experts", 0),
+        ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}),
     ],
 )
 def test_a_field_that_cannot_be_served_is_refused_by_name(family: str, field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        model_config_from_hf(config(family, **{field: value}))
+        model_config_from_hf(config(family, **{**needed(family), field: value}))
     assert caught.value.field == f"config.json {field}"
 
 

@@ -9,6 +9,7 @@ import pytest
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
+from app.models.families.table import num_parameters
 from app.providers import sizing
 
 MODEL = ModelConfig(
@@ -22,7 +23,7 @@ MODEL = ModelConfig(
     head_dim=16,
     context_length=1024,
 )
-WEIGHTS = 4 * MODEL.num_parameters
+WEIGHTS = 4 * num_parameters(MODEL)
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes: keys and values, layers, KV heads, head_dim, float32
 
 

@@ -1,0 +1,140 @@
+"""Every family against logits of an independent implementation, through the pools. float32.
+
+The measure is max |difference| over the greatest |logit| of the model; at most 2e-5, and mostly below 1e-6.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from app.config.model_config import Component
+from app.errors import ConfigError
+from app.models.decoder_programs import DecoderPrograms
+from app.models.families.table import num_parameters
+from app.models.model_runner import HybridModelRunner
+from app.tpu.mesh import make_mesh
+from tests.support.family_tp_check import NAMES, SIZES
+from tests.support.forced_devices import run_on_eight_devices
+from tests.support.golden_models import golden_model, served_goldens
+from tests.support.hybrid_rig import HybridRows, hybrid_spec, open_hybrid
+
+TOLERANCE = 2e-5
+SERVED = served_goldens()
+WITH_WINDOWS = [name for name in SERVED if golden_model(name).config.sliding_window]
+NUM_TOKENS = 64  # of the longest step
+
+# Both sequences, in chunks that share steps. Windows have 12, 16 and 20 tokens: there are chunks shorter than a window
+# and a page, as long, longer, and of a single token. What is left is decoded, both rows beside one another.
+CHUNKS = ((16, 7), (1, 20), (24, 13), (20, 0))
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, greatest: float) -> None:
+    assert np.abs(found - expected).max() <= TOLERANCE * greatest
+
+
+def open_rows(name: str, page_size: int) -> HybridRows:
+    model = golden_model(name)
+    num_pages = -(-96 // page_size)
+    spec = hybrid_spec(model.config, page_size=page_size, num_pages=2 * num_pages, num_rows=2)
+    runner = open_hybrid(model.config, model.source(), spec)
+    return HybridRows(runner, model.config, spec, make_mesh(1, "cpu"), num_rows=2, num_pages=num_pages)
+
+
+SMALL = [pytest.param(name, 16, id=f"{name}-16") for name in SERVED]
+OTHERS = [
+    pytest.param(name, page_size, id=f"{name}-{page_size}", marks=() if name == "gemma3_text" else pytest.mark.slow)
+    for name in WITH_WINDOWS
+    for page_size in (1, 64)
+]
+
+
+@pytest.mark.parametrize(("name", "page_size"), SMALL + OTHERS)
+def test_chunks_and_single_tokens_give_the_golden_logits(name: str, page_size: int) -> None:
+    model, rows = golden_model(name), open_rows(name, page_size)
+    greatest = max(np.abs(logits).max() for logits in model.logits)
+
+    done = [0, 0]
+    for lengths in CHUNKS:
+        own = [row for row in (0, 1) if lengths[row]]
+        chunks = [model.sequences[row][done[row] : done[row] + lengths[row]] for row in own]
+        logits = rows.extend(own, chunks, [done[row] for row in own], num_tokens=NUM_TOKENS)
+        done = [count + length for count, length in zip(done, lengths, strict=True)]
+        for row, found in zip(own, logits, strict=True):
+            assert_close(found, model.logits[row][done[row] - 1], greatest)
+
+    for position in range(5):
+        at = [done[row] + position for row in (0, 1)]
+        tokens = [int(model.sequences[row][at[row]]) for row in (0, 1)]
+        logits = rows.decode([0, 1], tokens, [index + 1 for index in at])
+        for row, found in enumerate(logits):
+            assert_close(found, model.logits[row][at[row]], greatest)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_tensor_of_a_checkpoint_is_read_and_counted(name: str) -> None:
+    model = golden_model(name)
+    spec = hybrid_spec(model.config, page_size=16, num_pages=4)
+    source = model.source()
+
+    DecoderPrograms(model.config, make_mesh(1, "cpu"), spec, "float32").load(source, lambda *_: None)
+
+    assert source.asked == set(model.shapes)
+    assert num_parameters(model.config) == sum(int(np.prod(shape)) for shape in model.shapes.values())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss"])
+def test_a_step_writes_every_pool_in_place(name: str) -> None:
+    model, rows = golden_model(name), open_rows(name, 16)
+
+    def places(buffers: Any) -> list[int]:
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(buffers)]
+
+    rows.extend([0], [model.sequences[0][:20]], [0], num_tokens=NUM_TOKENS)
+    before = rows.buffers
+    held = places(before)
+    rows.decode([0], [5], [20])  # still within the first window: the rig poisons nothing
+
+    assert all(array.is_deleted() for array in jax.tree.leaves(before))
+    assert places(rows.buffers) == held
+
+
+def test_pools_that_are_not_the_models_are_refused() -> None:
+    config = golden_model("gemma2").config
+    spec = hybrid_spec(config, page_size=16, num_pages=4)
+    mesh = make_mesh(1, "cpu")
+    windowless = hybrid_spec(golden_model("llama").config, page_size=16, num_pages=4)
+
+    assert config.components == {Component.FULL, Component.SWA}
+    for wrong, field in (
+        (windowless, "window_pool_spec"),
+        (type(spec)(full=None, window=spec.window), "pool_spec"),
+        (type(spec)(full=spec.window, window=windowless.full), "window_pool_spec"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            HybridModelRunner(config, golden_model("gemma2").source(), mesh, wrong)
+        assert caught.value.field == field
+
+
+def test_chunks_cover_the_sequences() -> None:
+    for row, sequence in enumerate(golden_model("llama").sequences):
+        (*_, total) = accumulate(chunk[row] for chunk in CHUNKS)
+        assert total + 5 <= sequence.size
+
+
+@pytest.fixture(scope="module")
+def cut() -> dict[str, Any]:
+    return run_on_eight_devices("tests.support.family_tp_check")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tp_size", SIZES)
+def test_a_model_cut_over_devices_is_the_same_model(cut: dict[str, Any], name: str, tp_size: int) -> None:
+    model = golden_model(name)
+    greatest = np.abs(model.logits[0]).max()
+
+    assert_close(np.array(cut[name][str(tp_size)]), model.logits[0][[29, 30]], greatest)
