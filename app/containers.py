@@ -77,7 +77,8 @@ class Container(containers.DeclarativeContainer):
         hybrid.window_spec, server_args, model_config, window_page, pool_size, scheduler_limits.provided.chunk_tokens
     )
     state_spec = Once(hybrid.state_spec, server_args, model_config, one_snapshot, pool_size)
-    device_pool = Once(device.device_pool, pool_spec, mesh, attention, window_spec, state_spec)
+    hybrid_spec = Once(hybrid.hybrid_spec, pool_spec, window_spec, state_spec)
+    device_pool = Once(device.device_pool, pool_spec, hybrid_spec, mesh, attention, model_config)
     identity = Once(new_identity)
     token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, identity)
     window_allocator = Once(hybrid.window_allocator, window_spec, identity)
@@ -94,6 +95,7 @@ class Container(containers.DeclarativeContainer):
         weights_source=checkpoint,
         mesh=mesh,
         pool_spec=pool_spec,
+        hybrid_spec=hybrid_spec,
         attention=attention,
         dtype=dtype,
         progress=progress,

@@ -99,6 +99,11 @@ class ModelConfig:
     layer_components: tuple[frozenset[Component], ...] = ()  # of each layer; empty where each has all of the model's
     recurrent_state: tuple[StateArray, ...] = ()  # the arrays of one recurrent layer; every such layer has the same
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it keeps anything but keys and values of full attention."""
+        return self.latent_kv or self.components != {Component.FULL}
+
     def layers_with(self, component: Component) -> tuple[int, ...]:
         """The layers, in order, that have this component."""
         return tuple(layer for layer in range(self.num_layers) if component in self.components_of(layer))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 from app.config.model_config import ModelConfig
-from app.core.ports import ModelRunner, PoolSpec, StateSpec
+from app.core.ports import ModelRunner, PoolSpec
 from app.models.checkpoint import Progress
 from app.models.flat_programs import FlatPrograms
 from app.models.flat_runner import FlatModelRunner
 from app.models.layer_runs import layer_run_for
 from app.models.layers.attention_choice import AttentionChoice, AttentionKind
 from app.models.layers.flat_attentions import flat_attention
-from app.models.model_runner import LlamaModelRunner
+from app.models.model_runner import HybridModelRunner, LlamaModelRunner
 from app.models.weights_on_mesh import WeightsSource
+from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.hybrid_pool import HybridKVPool
 from app.tpu.kv_pool import MHATokenToKVPool
 from app.tpu.mesh import TENSOR_AXIS
@@ -27,16 +28,12 @@ _LAYOUTS: dict[AttentionKind, PoolLayout] = {
 
 
 def device_pool(
-    spec: PoolSpec,
-    mesh: Mesh,
-    attention: AttentionChoice,
-    window_spec: PoolSpec | None,
-    state_spec: StateSpec | None,
+    spec: PoolSpec, hybrid_spec: HybridSpec, mesh: Mesh, attention: AttentionChoice, model: ModelConfig
 ) -> MHATokenToKVPool | HybridKVPool:
-    """One kind of pages for a model of full attention, HybridBuffers for every other."""
-    if window_spec is None and state_spec is None and spec.arrays_per_layer == 2:
-        return MHATokenToKVPool(spec, mesh, pool_layout(attention))
-    return HybridKVPool(spec, mesh, window_spec, state_spec)
+    """One kind of pages for a model that keeps keys and values of full attention, HybridBuffers for every other."""
+    if model.is_hybrid:
+        return HybridKVPool(spec, hybrid_spec, mesh)
+    return MHATokenToKVPool(spec, mesh, pool_layout(attention))
 
 
 def pool_layout(attention: AttentionChoice) -> PoolLayout:
@@ -49,6 +46,7 @@ def model_runner(
     weights_source: WeightsSource,
     mesh: Mesh,
     pool_spec: PoolSpec,
+    hybrid_spec: HybridSpec,
     attention: AttentionChoice,
     dtype: str,
     progress: Progress | None,
@@ -57,6 +55,8 @@ def model_runner(
 
     Raises ConfigError when the mesh cannot share out the model.
     """
+    if config.is_hybrid:
+        return HybridModelRunner(config, weights_source, mesh, hybrid_spec, dtype, progress)
     if attention.kind is AttentionKind.ROWS:
         return LlamaModelRunner(config, weights_source, mesh, pool_spec, dtype, progress)
     reads = flat_attention(attention.kind, pool_spec, mesh.shape[TENSOR_AXIS])

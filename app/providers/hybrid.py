@@ -16,6 +16,12 @@ from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
 from app.providers.sizing import snapshot_interval
 from app.runtime.running_states import RunningStates, StateCopier
+from app.tpu.hybrid_layout import HybridSpec
+
+
+def hybrid_spec(spec: PoolSpec, window: PoolSpec | None, states: StateSpec | None) -> HybridSpec:
+    """Of the arrays: a kind without a layer has none. `spec`: of full pages."""
+    return HybridSpec(full=spec if spec.num_layers else None, window=window, states=states)
 
 
 def window_page(args: ServerArgs, model: ModelConfig, page: PoolSpec) -> PoolSpec | None:

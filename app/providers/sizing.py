@@ -13,7 +13,7 @@ from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
 from app.models.families.table import num_parameters
-from app.models.layers.attention_choice import AttentionChoice, choose_attention
+from app.models.layers.attention_choice import AttentionChoice, AttentionKind, choose_attention
 from app.scheduling.limits import SchedulerLimits
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -66,13 +66,15 @@ def pool_dtype(args: ServerArgs, platform: str, computed: str) -> str:
 
 def page_spec(args: ServerArgs, model: ModelConfig, stored: str) -> PoolSpec:
     """The shape of one page, as a pool of one page."""
+    heads = 1 if model.latent_kv else padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size)
     return PoolSpec(
         num_pages=1,
         page_size=args.page_size,
         num_layers=len(model.layers_with(Component.FULL)),
-        num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+        num_kv_heads=heads,
         head_dim=model.head_dim,
         dtype=stored,
+        arrays_per_layer=1 if model.latent_kv else 2,
     )
 
 
@@ -80,6 +82,10 @@ def attention_choice(
     args: ServerArgs, model: ModelConfig, platform: str, stored: str, computed: str
 ) -> AttentionChoice:
     """stored, computed: types of the pool's elements and of activations."""
+    if model.latent_kv or model.components != {Component.FULL}:
+        return AttentionChoice(
+            kind=AttentionKind.ROWS, reason="layers that keep different things have arrays of their own"
+        )
     return choose_attention(
         platform=platform,
         num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),

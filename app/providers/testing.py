@@ -16,14 +16,15 @@ from dependency_injector import providers
 from jax.sharding import Mesh
 
 from app.caches.registry import CacheTypeRegistry, default_registry
-from app.config.model_config import Component, ModelConfig
+from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
-from app.core.ports import ModelRunner, PoolSpec, StateSpec
+from app.core.ports import ModelRunner, PoolSpec
 from app.errors import ConfigError
 from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
 from app.tpu.hybrid_fake import FakeHybridPool, HybridFakeRunner
+from app.tpu.hybrid_layout import HybridSpec
 
 Override = Callable[[Container], providers.Provider[object]]
 """Makes the provider that replaces another; it may refer to the container's other providers."""
@@ -32,22 +33,20 @@ Override = Callable[[Container], providers.Provider[object]]
 def fake_device_pool(container: Container) -> providers.Provider[object]:
     """A device pool that enforces donation, for `overridden(args, device_pool=fake_device_pool)`."""
     return providers.ThreadSafeSingleton(
-        _fake_pool, container.pool_spec, container.mesh, container.window_spec, container.state_spec
+        _fake_pool, container.pool_spec, container.hybrid_spec, container.mesh, container.model_config
     )
 
 
 def _fake_pool(
-    spec: PoolSpec, mesh: Mesh, window_spec: PoolSpec | None, state_spec: StateSpec | None
+    spec: PoolSpec, hybrid_spec: HybridSpec, mesh: Mesh, model: ModelConfig
 ) -> FakeDevicePool | FakeHybridPool:
-    if window_spec is None and state_spec is None:
-        return FakeDevicePool(spec, mesh)
-    return FakeHybridPool(spec, mesh, window_spec, state_spec)
+    return FakeHybridPool(spec, hybrid_spec, mesh) if model.is_hybrid else FakeDevicePool(spec, mesh)
 
 
 def _fake_runner(config: ModelConfig) -> ModelRunner:
-    if config.components == {Component.FULL}:
-        return FakeModelRunner(config.vocab_size)
-    return HybridFakeRunner(config.vocab_size, config.sliding_window)
+    if config.is_hybrid:
+        return HybridFakeRunner(config.vocab_size, config.sliding_window)
+    return FakeModelRunner(config.vocab_size)
 
 
 def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:

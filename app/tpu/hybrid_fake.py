@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec, StateSpec
+from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec
 from app.tpu.cpu_fake import (
     POISON,
     DonationEnforced,
@@ -28,6 +28,7 @@ from app.tpu.cpu_fake import (
     write_contents,
 )
 from app.tpu.hybrid_buffers import HybridBuffers, LayerStates
+from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.hybrid_pool import HybridKVPool
 from app.tpu.kv_pool import locate
 from app.tpu.mesh import make_mesh
@@ -37,14 +38,8 @@ from app.tpu.pool_layout import KVBuffers
 class FakeHybridPool(DonationEnforced, HybridKVPool):
     """The real pool, with donation enforced."""
 
-    def __init__(
-        self,
-        spec: PoolSpec,
-        mesh: Mesh | None = None,
-        window_spec: PoolSpec | None = None,
-        state_spec: StateSpec | None = None,
-    ) -> None:
-        super().__init__(spec, mesh or make_mesh(1, "cpu"), window_spec, state_spec)
+    def __init__(self, spec: PoolSpec, hybrid_spec: HybridSpec, mesh: Mesh | None = None) -> None:
+        super().__init__(spec, hybrid_spec, mesh or make_mesh(1, "cpu"))
 
     def poison(self, pages: np.ndarray) -> None:
         """Fill full pages, (n,) int32, with POISON: whoever reads them before writing them shows it."""

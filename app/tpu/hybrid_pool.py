@@ -6,16 +6,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from app.config.model_config import StateArray
-from app.core.ports import PoolSpec, StateSpec
+from app.core.ports import PoolSpec
 from app.tpu.hybrid_buffers import HybridBuffers, LayerStates
+from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.lent_arrays import LentArrays
-from app.tpu.mesh import TENSOR_AXIS, num_nodes_of
-from app.tpu.pool_layout import ArrayPerLayer, KVBuffers, LatentPerLayer
+from app.tpu.mesh import num_nodes_of
 from app.tpu.program import Program, from_host
 
 _SMALLEST_COPY = 2  # programs for few sizes
@@ -27,13 +25,12 @@ class HybridKVPool(LentArrays):
     Memory: (num_pages + 1) * page_bytes of each kind and num_slots * slot_bytes, over all ranks.
     """
 
-    def __init__(self, spec: PoolSpec, mesh: Mesh, window_spec: PoolSpec | None, state_spec: StateSpec | None) -> None:
-        """spec: of full layers, perhaps none; window_spec, state_spec: None for a model without such layers."""
+    def __init__(self, spec: PoolSpec, hybrid_spec: HybridSpec, mesh: Mesh) -> None:
+        """spec: of full pages, also where no layer has any and they only name places."""
         super().__init__()
         self._mesh = mesh
+        self._hybrid_spec = hybrid_spec
         self.spec = spec
-        self.window_spec = window_spec
-        self.state_spec = state_spec
 
     @property
     def num_nodes(self) -> int:
@@ -41,11 +38,7 @@ class HybridKVPool(LentArrays):
         return num_nodes_of(self._mesh)
 
     def abstract_buffers(self) -> HybridBuffers:
-        return HybridBuffers(
-            full=_pages(self.spec, self._mesh),
-            window=_pages(self.window_spec, self._mesh) if self.window_spec else KVBuffers((), ()),
-            states=_states(self.state_spec, self._mesh) if self.state_spec else (),
-        )
+        return self._hybrid_spec.abstract(self._mesh)
 
     def copy_states(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Dispatch a copy of states between slots, (n,) int32 each; targets are distinct and none is a source."""
@@ -86,19 +79,3 @@ class HybridKVPool(LentArrays):
 def _copy(states: tuple[LayerStates, ...], moves: jax.Array) -> tuple[LayerStates, ...]:
     """Each array's slots moves[0] -> slots moves[1]; a target beyond the last slot is dropped."""
     return jax.tree.map(lambda array: array.at[moves[1]].set(array[moves[0]], mode="drop"), states)
-
-
-def _pages(spec: PoolSpec, mesh: Mesh) -> KVBuffers:
-    layout = LatentPerLayer() if spec.arrays_per_layer == 1 else ArrayPerLayer()
-    return layout.abstract(spec, mesh)
-
-
-def _states(spec: StateSpec, mesh: Mesh) -> tuple[LayerStates, ...]:
-    def abstract(array: StateArray) -> Any:
-        axes: list[str | None] = [None] * (1 + len(array.shape))
-        if array.sharded_axis is not None:
-            axes[1 + array.sharded_axis] = TENSOR_AXIS
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct((spec.num_slots, *array.shape), jnp.float32, sharding=sharding)
-
-    return (tuple(abstract(array) for array in spec.arrays),) * spec.num_layers

@@ -2,7 +2,6 @@
 
     ArrayPerLayer   an array of keys and one of values a layer, each
                     (num_pages + 1, page_size, kv_heads * head_dim)
-    LatentPerLayer  an array a layer, (num_pages + 1, page_size, latent), whole on every rank (MLA)
     FlatWide        one array for all layers, keys beside values
                     (layers * (num_pages + 1), page_size, kv_heads * 2 * head_dim)
     FlatByHead      the same elements in the same order, each head's key and value a line of its own
@@ -10,7 +9,7 @@
 
 In the flat ones page `p` of layer `l` is row `l * (num_pages + 1) + p`, and a token's elements are key of head 0, value
 of head 0, key of head 1, and so on: a rank's share, and one head's, is one contiguous piece. Heads are sharded over the
-mesh's "tensor" axis wherever there are heads. Page 0 of a layer is never written.
+mesh's "tensor" axis everywhere. Page 0 of a layer is never written.
 
 The CPU backend copies a layer that is sliced out of a bigger array, so there each layer has arrays of its own. TPU
 programs loop over layers and carry one array, which costs no copy; docs/decisions has what was compiled to choose.
@@ -76,17 +75,6 @@ class ArrayPerLayer:
         read = jnp.stack([jnp.stack([array[pages] for array in arrays]) for arrays in buffers])
         per_rank = (num_ranks, spec.stored_kv_heads // num_ranks, spec.stored_head_dim)
         return _without_padding(read.reshape(*read.shape[:-1], *per_rank), spec)
-
-
-@dataclass(frozen=True, slots=True)
-class LatentPerLayer:
-    """Keys and values of all heads are read out of one latent vector a token: `keys` holds it, `values` is empty."""
-
-    partition: ClassVar[PartitionSpec] = PartitionSpec(None, None, None)
-
-    def abstract(self, spec: PoolSpec, mesh: Mesh) -> KVBuffers:
-        shape = (spec.num_pages + 1, spec.page_size, spec.stored_kv_heads * spec.stored_head_dim)
-        return KVBuffers(keys=(_abstract(shape, spec, mesh, self.partition),) * spec.num_layers, values=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ may ask for, so that every next-token distribution is seen whole.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

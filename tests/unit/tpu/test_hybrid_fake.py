@@ -9,6 +9,7 @@ from app.config.model_config import StateArray
 from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec, StateSpec, WindowPages
 from app.core.sliding_window import first_seen_page
 from app.tpu.hybrid_fake import FakeHybridPool, HybridFakeRunner
+from app.tpu.hybrid_layout import HybridSpec
 from tests.support.engine import VOCAB_SIZE, cold_logits
 
 PAGE_SIZE, WINDOW = 4, 6
@@ -28,7 +29,7 @@ class Rig:
     def __init__(self) -> None:
         spec = PoolSpec(num_pages=8, page_size=PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
         states = StateSpec(num_snapshots=3, num_rows=1, num_layers=1, arrays=(StateArray(shape=(3,)),))
-        self.pool = FakeHybridPool(spec, None, spec, states)
+        self.pool = FakeHybridPool(spec, HybridSpec(full=spec, window=spec, states=states))
         self.pool.open()
         self.runner = HybridFakeRunner(VOCAB_SIZE, WINDOW)
         self.length = 0

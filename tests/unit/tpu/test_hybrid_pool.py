@@ -10,6 +10,7 @@ from app.config.model_config import StateArray
 from app.core.ports import PoolSpec, StateSpec
 from app.errors import OwnershipError, RuntimeClosedError
 from app.tpu.hybrid_fake import FakeHybridPool
+from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.hybrid_pool import HybridKVPool
 from app.tpu.mesh import make_mesh
 
@@ -18,11 +19,12 @@ WINDOW = PoolSpec(num_pages=3, page_size=4, num_layers=3, num_kv_heads=1, head_d
 STATES = StateSpec(
     num_snapshots=4, num_rows=2, num_layers=2, arrays=(StateArray(shape=(3, 2), sharded_axis=0), StateArray(shape=(5,)))
 )
+HYBRID = HybridSpec(full=SPEC, window=WINDOW, states=STATES)
 
 
 @pytest.fixture
 def pool():
-    pool = HybridKVPool(SPEC, make_mesh(1, "cpu"), WINDOW, STATES)
+    pool = HybridKVPool(SPEC, HYBRID, make_mesh(1, "cpu"))
     pool.open()
     yield pool
     assert not pool.lost()
@@ -54,7 +56,7 @@ def test_a_latent_pool_has_keys_alone() -> None:
     latent = PoolSpec(
         num_pages=2, page_size=4, num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", arrays_per_layer=1
     )
-    pool = HybridKVPool(latent, make_mesh(1, "cpu"), None, None)
+    pool = HybridKVPool(latent, HybridSpec(full=latent), make_mesh(1, "cpu"))
     buffers = pool.abstract_buffers()
     assert [array.shape for array in buffers.full.keys] == [(3, 4, 12)] * 2
     assert (buffers.full.values, buffers.window.keys, buffers.states) == ((), (), ())
@@ -102,13 +104,13 @@ def test_lending_is_as_strict_as_that_of_every_pool(pool: HybridKVPool) -> None:
     pool.put(buffers)
     with pytest.raises(OwnershipError):
         pool.put(buffers)
-    closed = HybridKVPool(SPEC, make_mesh(1, "cpu"), None, None)
+    closed = HybridKVPool(SPEC, HybridSpec(full=SPEC), make_mesh(1, "cpu"))
     with pytest.raises(RuntimeClosedError):
         closed.copy_states(np.array([1], np.int32), np.array([2], np.int32))
 
 
 def test_the_fake_kills_what_it_lent_and_poisons_each_kind() -> None:
-    pool = FakeHybridPool(SPEC, None, WINDOW, STATES)
+    pool = FakeHybridPool(SPEC, HYBRID)
     pool.open()
     lent = jax.tree.leaves(pool.take())
     pool.put(jax.tree.map(lambda array: array + 0, pool._lent))
