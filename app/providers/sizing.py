@@ -82,10 +82,8 @@ def attention_choice(
     args: ServerArgs, model: ModelConfig, platform: str, stored: str, computed: str
 ) -> AttentionChoice:
     """stored, computed: types of the pool's elements and of activations."""
-    if model.latent_kv or model.components != {Component.FULL}:
-        return AttentionChoice(
-            kind=AttentionKind.ROWS, reason="layers that keep different things have arrays of their own"
-        )
+    if model.is_hybrid:
+        return AttentionChoice(kind=AttentionKind.ROWS, reason="layers that differ have arrays of their own")
     return choose_attention(
         platform=platform,
         num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
