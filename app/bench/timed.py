@@ -116,6 +116,14 @@ class TimedCache(BasePrefixCache):
         return self.clock.time(self._cache.evict_states, num_states)
 
     @property
+    def evictable_pages(self) -> int:
+        return self._cache.evictable_pages
+
+    @property
+    def protected_pages(self) -> int:
+        return self._cache.protected_pages
+
+    @property
     def evictable_window_pages(self) -> int:
         return self._cache.evictable_window_pages
 
@@ -136,14 +144,6 @@ class TimedCache(BasePrefixCache):
 
     def cached_states(self) -> tuple[np.ndarray, np.ndarray]:
         return self._cache.cached_states()
-
-    @property
-    def evictable_pages(self) -> int:
-        return self._cache.evictable_pages
-
-    @property
-    def protected_pages(self) -> int:
-        return self._cache.protected_pages
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
         return self._cache.cached_page_ids()

@@ -22,14 +22,14 @@ import numpy as np
 from app.bench.trace import TraceRequest, read_mooncake_trace, working_set_tokens
 from app.caches.base import BasePrefixCache, CacheDeps
 from app.caches.builtin import load_builtin_caches, load_entry_points
-from app.caches.registry import default_registry
+from app.caches.registry import CacheType, default_registry
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.keys import RadixKey
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 
-_IDENTITY = CacheIdentity(RuntimeId("bench"), Generation(0))
+IDENTITY = CacheIdentity(RuntimeId("bench"), Generation(0))
 _LONG = 32_768  # tokens
 
 
@@ -44,12 +44,24 @@ def make_cache(
     cache_type: str, *, num_pages: int, page_size: int
 ) -> tuple[BasePrefixCache, PagedTokenToKVPoolAllocator]:
     """A registered cache over an empty pool of `num_pages` pages."""
+    allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, IDENTITY)
+    return known_type(cache_type).ctor(deps_of(allocator)), allocator
+
+
+def known_type(cache_type: str) -> CacheType:
+    """A registered type by name."""
     load_builtin_caches()
     load_entry_points(wanted=cache_type)
-    allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, _IDENTITY)
-    spec = PoolSpec(num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
-    deps = CacheDeps(token_allocator=allocator.port, device_pool=_ShapeOnlyPool(spec), page_size=page_size)
-    return default_registry.seal().get(cache_type).ctor(deps), allocator
+    return default_registry.seal().get(cache_type)
+
+
+def deps_of(allocator: PagedTokenToKVPoolAllocator) -> CacheDeps:
+    """What a cache gets for a model of full attention alone."""
+    port = allocator.port
+    spec = PoolSpec(
+        num_pages=port.capacity, page_size=port.page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
+    )
+    return CacheDeps(token_allocator=port, device_pool=_ShapeOnlyPool(spec), page_size=port.page_size)
 
 
 class TraceReplay:
@@ -85,7 +97,7 @@ class TraceReplay:
         shortfall = need - port.available()
         if shortfall > 0:
             self._timed("evict", lambda: cache.evict(shortfall))
-        own = self._timed("allocate", lambda: _reserve(allocator, need))
+        own = self._timed("allocate", lambda: reserve(allocator, need))
         pages = np.concatenate([found.pages, own])
         published = self._timed("insert", lambda: cache.insert(settled_key, pages))
 
@@ -103,12 +115,20 @@ class TraceReplay:
         return result
 
 
+NewReplay = Callable[[str, int, int], TraceReplay]  # of a cache type, over so many pages of that size
+
+
+def full_pages_replay(cache_type: str, num_pages: int, page_size: int) -> TraceReplay:
+    return TraceReplay(*make_cache(cache_type, num_pages=num_pages, page_size=page_size))
+
+
 def run_tree_bench(
     trace: Path,
     num_requests: int = 800,
     page_size: int = 16,
     pool_fraction: float = 0.25,
     cache_type: str = "radix_cache",
+    new_replay: NewReplay = full_pages_replay,
 ) -> dict[str, Any]:
     """Replay the first `num_requests` of a Mooncake trace against a pool of `pool_fraction` of their working set."""
     requests = read_mooncake_trace(trace, num_requests)
@@ -120,12 +140,12 @@ def run_tree_bench(
             value=pool_fraction,
             allowed=f"a pool that holds the longest request of {longest} tokens; this one has {num_pages * page_size}",
         )
-    cache, allocator = make_cache(cache_type, num_pages=num_pages, page_size=page_size)
-    replay = TraceReplay(cache, allocator)
+    replay = new_replay(cache_type, num_pages, page_size)
+    cache = replay.cache
     for request in requests:
         replay.serve(request)
     cache.check_integrity()
-    allocator.check_integrity()
+    replay.allocator.check_integrity()
 
     floor_us = compare_floor_us()
     operations = {
@@ -238,7 +258,7 @@ def _allocate_and_free(page_size: int) -> dict[str, float]:
     for num_pages in (10_000, 1_000_000):
         fresh = np.arange(1, num_pages + 1, dtype=np.int32)
         for layout, order in (("fresh", fresh), ("shuffled", np.random.default_rng(0).permutation(fresh))):
-            allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, _IDENTITY)
+            allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, IDENTITY)
             allocator.allocate(num_pages)
             allocator.give_back(order)
             where = f"4096 pages, {layout} pool of {num_pages:,}"
@@ -263,7 +283,7 @@ def _least_of_a_round(allocator: PagedTokenToKVPoolAllocator, num_pages: int, ro
     return least
 
 
-def _reserve(allocator: PagedTokenToKVPoolAllocator, num_pages: int) -> np.ndarray:
+def reserve(allocator: PagedTokenToKVPoolAllocator, num_pages: int) -> np.ndarray:
     """What prepare_batch does: apply what control freed, then allocate."""
     allocator.apply_frees(allocator.port.recorded_frees())
     return allocator.allocate(num_pages)

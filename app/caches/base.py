@@ -55,7 +55,8 @@ class InsertResult(NamedTuple):
     duplicates: (first page index, page count) of each run that was already there, one per node, in order.
     window_pages: with a SWA component: (num_tokens // page_size,) int32, the cache's window pages for it, 0 where it
         has none. Where the caller gave a page and finds another here, its own is a duplicate. Else empty.
-    state_adopted: whether the snapshot that the caller gave is the cache's now; if not, it is still the caller's.
+    state: with a RECURRENT component: the cache's snapshot of exactly num_tokens tokens; 0 only for no tokens.
+    state_adopted: whether that is the one that the caller gave; if not, the caller's is still the caller's.
     """
 
     num_tokens: int
@@ -63,6 +64,7 @@ class InsertResult(NamedTuple):
     node: Any
     duplicates: tuple[tuple[int, int], ...]
     window_pages: np.ndarray = NO_PAGES
+    state: int = 0
     state_adopted: bool = False
 
 
@@ -153,11 +155,17 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
-        """Keep that prefix from eviction until the receipt comes back. StaleHandleError if it is already gone."""
+        """Keep that prefix from eviction until the receipt comes back. StaleHandleError if any of it is already gone.
+
+        Its pages, all of them; its window pages of the last min(W, num_tokens) tokens; its snapshot.
+        """
 
     @abstractmethod
     def unlock(self, receipt: LockReceipt) -> None:
-        """Undo one `lock`. StaleHandleError for a receipt given back before, or from before a reset; no effect then."""
+        """Undo one `lock`. StaleHandleError for a receipt given back before, or from before a reset; no effect then.
+
+        What only the lock kept and nobody could match any more leaves the cache.
+        """
 
     def unlock_window(self, receipt: LockReceipt) -> None:  # noqa: B027  nothing to do without window pages
         """The holder's window is past what it locked: its window pages may go, the rest stays locked. Idempotent."""
@@ -185,11 +193,17 @@ class BasePrefixCache(ABC):
         """
 
     def evict_window(self, num_pages: int) -> int:
-        """Free at least so many window pages, or all that are unlocked; prefixes stay, with holes. -> pages freed."""
+        """Free at least so many window pages, or all that are unlocked, least recently needed first. -> pages freed.
+
+        Prefixes stay, with holes; what nobody could match any more leaves whole.
+        """
         return 0
 
     def evict_states(self, num_states: int) -> int:
-        """Free at least so many snapshots, or all that are unlocked; what nobody could match any more goes too."""
+        """Free at least so many snapshots, or all that are unlocked, the least recently used first. -> snapshots freed.
+
+        Prefixes stay; what nobody could match any more leaves whole.
+        """
         return 0
 
     @property

@@ -10,6 +10,7 @@ import structlog
 from app.errors import ConfigError
 
 BUILTIN_MODULES = (
+    "app.caches.unified_radix_cache",
     "app.caches.radix_cache",
     "app.caches.chunk_cache",
 )

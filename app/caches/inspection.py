@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from app.config.model_config import Component
 from app.core.keys import Namespace, RadixKey
 
 MissReason = Literal[
-    "whole", "no_reuse", "short", "unseen", "differs", "evicted", "other_namespace", "ends", "late", "untold"
+    "whole",
+    "no_reuse",
+    "short",
+    "unseen",
+    "differs",
+    "evicted",
+    "incomplete",
+    "other_namespace",
+    "ends",
+    "late",
+    "untold",
 ]
 
 # Tokens of each of the three texts by which a difference is shown.
@@ -21,6 +32,8 @@ _FIELDS_IN_WORDS = {
     "dp_rank": "data-parallel rank",
 }
 
+_LACKING_IN_WORDS = {Component.SWA: "sliding-window pages", Component.RECURRENT: "recurrent state"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
@@ -32,6 +45,7 @@ class Miss:
     unseen: nothing cached begins like this prompt.
     differs: a cached prompt has the same first `same_tokens` tokens and goes on differently, within the next page.
     evicted: the next page was cached, and was evicted `evicted_s_ago` seconds ago.
+    incomplete: the next page is cached, but something else that the model needs to go on after it is not: `lacking`.
     other_namespace: the next page is cached under a namespace that differs in `other_fields`, and only there.
     ends: the cached prompt ended there.
     late: the next page is cached now, but was not when the prompt was matched.
@@ -51,6 +65,7 @@ class Miss:
     cached_goes_on: tuple[int, ...] = ()
     evicted_s_ago: float | None = None
     other_fields: tuple[str, ...] = ()
+    lacking: tuple[Component, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -78,6 +93,12 @@ class Miss:
             case "evicted":
                 ago = _duration(self.evicted_s_ago or 0.0)
                 return f"{self._what_missed} were cached, but were evicted {ago} earlier."
+            case "incomplete":
+                what = " and the ".join(_LACKING_IN_WORDS[component] for component in self.lacking)
+                return (
+                    f"{self._what_missed} are cached, but without the {what} that the model needs to go on after them: "
+                    "evicted, or not kept there."
+                )
             case "other_namespace":
                 fields = " and another ".join(_FIELDS_IN_WORDS[name] for name in self.other_fields)
                 return f"{self._what_missed} are cached only under another {fields}, which keeps them apart on purpose."

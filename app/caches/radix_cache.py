@@ -1,6 +1,8 @@
-"""Prefix cache for models whose every layer attends to every token."""
+"""Prefix cache for models whose every layer attends to every token; unified_radix_cache.py builds on it for others."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,11 +10,14 @@ from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, InsertResult, 
 from app.caches.inspection import Miss, TopPrefixes
 from app.caches.registry import register_kv_cache
 from app.caches.tree import inspection
+from app.caches.tree.components.base import TreeComponent
 from app.caches.tree.core import TreeCore
 from app.caches.tree.integrity import check_tree
 from app.caches.tree.lru import make_eviction_order
 from app.config.model_config import Component
+from app.core.handles import CacheIdentity
 from app.core.keys import RadixKey
+from app.core.ports import TokenAllocator
 from app.errors import LockedPageError
 
 
@@ -23,14 +28,17 @@ class RadixCache(BasePrefixCache):
     a dead pool are never served.
     """
 
-    def __init__(self, deps: CacheDeps) -> None:
+    def __init__(self, deps: CacheDeps, pools: Sequence[tuple[TreeComponent, TokenAllocator]] = ()) -> None:
+        """`pools`: for each component that the tree has beside full pages, where its ids come from and go back to."""
         super().__init__(deps)
-        self._identity = deps.token_allocator.identity
+        self._pools = pools
+        self._seen = self._seen_now()
         self._live_tree = TreeCore(
             capacity=deps.token_allocator.capacity,
             page_size=deps.page_size,
             order=make_eviction_order(deps.eviction_policy),
             clock=deps.clock,
+            components=tuple(component for component, _ in pools),
             events=deps.events,
             observer=deps.eviction_observer,
         )
@@ -59,10 +67,12 @@ class RadixCache(BasePrefixCache):
         return self._tree().probe(key)
 
     def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
-        return self._tree().lock(found.node)
+        return self._tree().lock(found)
 
     def unlock(self, receipt: LockReceipt) -> None:
-        self._tree().unlock(receipt)
+        pages = self._tree().unlock(receipt)
+        if pages.size:
+            self._free(pages)
 
     def insert(
         self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
@@ -72,8 +82,7 @@ class RadixCache(BasePrefixCache):
 
     def evict(self, num_pages: int) -> int:
         pages = self._tree().evict(num_pages)
-        if pages.size:
-            self.token_allocator.free(pages)
+        self._free(pages)
         return int(pages.size)
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +95,7 @@ class RadixCache(BasePrefixCache):
         return inspection.explain_miss(self._tree(), key, num_matched)
 
     def reset(self) -> None:
-        self._identity = self.token_allocator.identity
+        self._seen = self._seen_now()
         self._live_tree.reset()
 
     def flush(self) -> int:
@@ -100,9 +109,25 @@ class RadixCache(BasePrefixCache):
 
     def _tree(self) -> TreeCore:
         """The tree, emptied first if its pages belonged to a pool that is gone."""
-        if self.token_allocator.identity != self._identity:
-            self.reset()
+        for allocator, identity in self._seen:
+            if allocator.identity != identity:
+                self.reset()
+                break
         return self._live_tree
+
+    def _seen_now(self) -> tuple[tuple[TokenAllocator, CacheIdentity], ...]:
+        """Every pool, and the identity under which its ids mean what the tree holds."""
+        allocators = [self.token_allocator, *(allocator for _, allocator in self._pools)]
+        return tuple((allocator, allocator.identity) for allocator in allocators)
+
+    def _free(self, pages: np.ndarray) -> None:
+        """Give back full pages that left the tree, and all that components let go of."""
+        if pages.size:
+            self.token_allocator.free(pages)
+        for component, allocator in self._pools:
+            let_go = component.take_let_go()
+            if let_go.size:
+                allocator.free(let_go)
 
 
 register_kv_cache("radix_cache", RadixCache, components=[frozenset({Component.FULL})], builtin=True)

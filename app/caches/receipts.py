@@ -27,12 +27,16 @@ class ReceiptBook(Generic[_Held]):
         self._held[number] = held
         return LockReceipt(self.epoch, number)
 
-    def redeem(self, receipt: LockReceipt) -> _Held:
-        """What the receipt held. StaleHandleError if it was given back before, or is from before a `void`."""
+    def check(self, receipt: LockReceipt) -> None:
+        """StaleHandleError if the receipt was given back before, or is from before a `void`."""
         epoch, number = receipt
         if epoch != self.epoch or number not in self._held:
             raise StaleHandleError(what="lock receipt", held=(epoch, number), current=f"epoch {self.epoch}")
-        return self._held.pop(number)
+
+    def redeem(self, receipt: LockReceipt) -> _Held:
+        """What the receipt held, once. StaleHandleError as `check`."""
+        self.check(receipt)
+        return self._held.pop(receipt.number)
 
     def void(self) -> None:
         """Every receipt that is out becomes stale."""

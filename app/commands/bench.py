@@ -29,6 +29,9 @@ class BenchTreeArgs:
     cache_type: str = "radix_cache"
     """Cache to measure, by its registered name."""
 
+    components: str = "full"
+    """Components of the model that the cache serves: full, swa and recurrent, with commas between."""
+
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -57,6 +60,7 @@ class BenchEngineArgs:
 
 
 def run_tree(args: BenchTreeArgs) -> int:
+    from app.bench.component_replay import components_named, replay_of
     from app.bench.tree import format_operations_bench, format_tree_bench, run_operations_bench, run_tree_bench
 
     replay = run_tree_bench(
@@ -65,6 +69,7 @@ def run_tree(args: BenchTreeArgs) -> int:
         page_size=args.page_size,
         pool_fraction=args.pool_fraction,
         cache_type=args.cache_type,
+        new_replay=replay_of(components_named(args.components)),
     )
     single = run_operations_bench(args.page_size)
     if args.json:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.caches.inspection import CachedPrefix, Miss, TopPrefixes
+from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
 from app.observability.cache_journal import Admission, Eviction, JournalSnapshot, SecondOfTokens
 from app.scheduler_adapter import PageCounts
@@ -67,6 +68,7 @@ def one_of_each() -> list[Admission]:
         miss("short", 9, 0),
         miss("unseen", 300, 0),
         miss("evicted", 900, 512, evicted_s_ago=12.0),
+        miss("incomplete", 900, 512, lacking=(Component.SWA,)),
         miss("other_namespace", 900, 0, other_fields=("salt",)),
         miss("ends", 2100, 2032),
         miss("late", 400, 0),

@@ -97,7 +97,7 @@ def test_a_person_finds_why_a_request_was_not_a_hit(open_tab: OpenTab) -> None:
     tab = open_tab()
     wait_for_status(tab, LIVE)
     assert tab.get_by_role("heading", name="Why was this not a hit?").is_visible()
-    assert len(rows(tab, "admissions")) == 10
+    assert len(rows(tab, "admissions")) == 11
 
     # when
     tab.get_by_label("Find a request by its id").fill("EVICTED")
@@ -273,7 +273,7 @@ def test_the_page_follows_the_server_and_keeps_its_rows(open_tab: OpenTab, serve
     # then the old row is the same one, in its new place
     tab.locator("#admissions tr", has_text="request-new").wait_for()
     ids = [row[0] for row in rows(tab, "admissions")]
-    assert (ids[0], ids[1], len(ids)) == ("request-new", "chatcmpl-differs", 10)
+    assert (ids[0], ids[1], len(ids)) == ("request-new", "chatcmpl-differs", 11)
     assert "chatcmpl-untold" not in ids
     assert "chatcmpl-short" in tab.locator("#kept").inner_text()
 
@@ -301,7 +301,7 @@ def test_a_server_that_asks_for_a_key_gets_it_and_the_page_goes_on(open_tab: Ope
     # then
     wait_for_status(tab, LIVE)
     assert not key.is_visible()
-    assert len(rows(tab, "admissions")) == 10
+    assert len(rows(tab, "admissions")) == 11
 
     # and it is kept for this tab, and nowhere else
     tab.reload()
@@ -324,7 +324,7 @@ def test_a_server_that_goes_away_and_comes_back_is_shown_again(open_tab: OpenTab
 
     # then what was known stays
     wait_for_status(tab, "The server is not reachable. Trying again.")
-    assert len(rows(tab, "admissions")) == 10
+    assert len(rows(tab, "admissions")) == 11
 
     # when it comes back with news
     server.state = state_of(admissions=[differing("afterwards")])

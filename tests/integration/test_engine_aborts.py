@@ -13,7 +13,7 @@ OpenEngine = Callable[..., Engine]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_an_abort_at_every_step_of_a_life(engine: OpenEngine, cache_type: str, overlap: bool) -> None:
     """Queued, between chunks, decoding, retracted: after each number of steps, in a pool that forces retraction."""
     statuses = set()

@@ -111,7 +111,7 @@ def metered(engine: OpenEngine) -> Callable[..., tuple[Engine, Meter]]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_a_step_costs_two_calls_whatever_moves(metered: Any, cache_type: str, overlap: bool) -> None:
     """Admissions, releases, evictions, retractions, duplicates: they all travel in the same two calls."""
     # given: a pool too small for everybody

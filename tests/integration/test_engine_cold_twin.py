@@ -66,7 +66,7 @@ def random_rounds(engine: Engine, seed: int, *, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one at a time"])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_random_workloads_answer_as_their_cold_twins(
     engine: OpenEngine, page_size: int, cache_type: str, overlap: bool
@@ -94,7 +94,7 @@ def test_random_workloads_answer_as_their_cold_twins(
         cached += sum(output.cached_tokens for output in opened.outputs.values())
 
     assert retractions > 0
-    assert (cached > 0) == (cache_type == "radix_cache")
+    assert (cached > 0) == (cache_type != "chunk_cache")
 
 
 def test_an_engine_that_serves_one_at_a_time_is_the_cold_twin(engine: OpenEngine) -> None:

@@ -98,7 +98,7 @@ def test_every_prompt_length_is_served(engine: OpenEngine, page_size: int, chunk
     opened.check_replies()
 
 
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_a_pool_of_one_context_serves_every_length(engine: OpenEngine, cache_type: str) -> None:
     """H31: the smallest pool that the settings let through holds one longest request, and not a token more."""
     opened = engine(page_size=16, max_total_tokens=CONTEXT_LENGTH, cache_type=cache_type, chunked_prefill_size=32)

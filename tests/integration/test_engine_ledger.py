@@ -66,7 +66,7 @@ def test_pages_are_released_once_however_a_request_ends(
     opened.check_replies()
 
 
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_a_long_prompt_takes_one_chunk_of_pages_a_step(engine: OpenEngine, cache_type: str) -> None:
     """H05: a prompt of 5 C + 1 tokens in a pool of 6 C."""
     chunk, page_size = 16, 4
@@ -91,7 +91,7 @@ def unlimited(context_length: int = CONTEXT_LENGTH) -> dict[str, Override]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 @pytest.mark.parametrize("prompt_length", [1, 30, 31, 32, 39])
 def test_a_request_that_outgrows_the_pool_ends_with_its_tokens_so_far(
     engine: OpenEngine, prompt_length: int, cache_type: str, overlap: bool
@@ -112,7 +112,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_its_tokens_so_far(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_requests_that_fit_only_alone_are_served_one_after_another(
     engine: OpenEngine, cache_type: str, overlap: bool
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_half_done_prompt_waits_for_a_row_that_is_about_to_end(engine: OpenEng
         assert {output.finish_reason for output in opened.outputs.values()} == {"length"}
 
 
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_half_done_prompts_that_hold_every_page_give_way_to_the_oldest(engine: OpenEngine, cache_type: str) -> None:
     """Prompts in small chunks beside rows that outgrow their promise: someone always makes progress."""
     opened = engine(page_size=1, max_total_tokens=60, chunked_prefill_size=2, cache_type=cache_type)
@@ -178,7 +178,7 @@ def test_half_done_prompts_that_hold_every_page_give_way_to_the_oldest(engine: O
     assert {output.finish_reason for output in opened.outputs.values()} == {"length"}
 
 
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_rows_stay_put_while_a_step_uses_them(engine: OpenEngine, cache_type: str) -> None:
     """H07: three rows, two long prompts in small chunks beside a flow of short ones, 200 rounds."""
     opened = engine(max_running_requests=3, chunked_prefill_size=8, cache_type=cache_type, max_total_tokens=512)

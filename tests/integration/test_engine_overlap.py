@@ -267,7 +267,7 @@ def test_a_retracted_request_may_be_aborted_while_it_is_owed_a_token(engine: Ope
 
 @pytest.mark.parametrize("refusal", [OutOfPagesError(need=9, free=1), OutOfRequestSlotsError(need=2, free=1)])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_a_refused_plan_retracts_the_youngest_and_is_prepared_again_once(
     engine: OpenEngine, cache_type: str, overlap: bool, refusal: Exception
 ) -> None:

@@ -46,7 +46,7 @@ def test_generate_answers_and_says_what_was_cached():
 
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
-    assert answer["cache_type"] == "radix_cache"
+    assert answer["cache_type"] == "unified_radix_cache"
     assert "covers a model with full" in answer["cache_type_reason"]
     france, italy = answer["outputs"]
     assert "Paris" in france["text"]

@@ -68,4 +68,4 @@ def test_an_outside_type_is_found_by_its_entry_point_and_never_a_default(tmp_pat
     )
     first, second = run(tmp_path, SERVE_WITH_IT).splitlines()[-2:]
     assert first == "CountingCache True asked for by --cache-type"
-    assert second == "radix_cache"
+    assert second == "unified_radix_cache"

@@ -1,16 +1,17 @@
-"""RadixCache, allocator and port against a flat list, step by step: content, LRU order, locks, ledger, events."""
+"""RadixCache, and UnifiedRadixCache with full attention alone: against a flat list, step by step, and one another."""
 
 from __future__ import annotations
 
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from app.caches.base import LockReceipt, MatchResult
+from app.caches.base import InsertResult, LockReceipt, MatchResult
 from app.caches.inspection import Miss
 from app.caches.tree.core import TreeCore
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
@@ -32,12 +33,13 @@ class TreeMachine(RuleBasedStateMachine):
     spent = Bundle("spent")
     matches = Bundle("matches")
     held = Bundle("held")
+    cache_type = "radix_cache"
 
     @initialize()
     def start(self) -> None:
         self.recorder = KvEventRecorder(page_size=PAGE_SIZE)
         self.replica = KvEventReplica()
-        self.rig = CacheRig("radix_cache", num_pages=NUM_PAGES, page_size=PAGE_SIZE, events=self.recorder)
+        self.rig = CacheRig(self.cache_type, num_pages=NUM_PAGES, page_size=PAGE_SIZE, events=self.recorder)
         self.cache = self.rig.cache
         self.model = ListModel(PAGE_SIZE)
         self.held_pages: list[np.ndarray] = []
@@ -250,5 +252,56 @@ def _run(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
+class UnifiedTreeMachine(TreeMachine):
+    cache_type = "unified_radix_cache"
+
+
 TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_tree_equals_the_list_model = TreeMachine.TestCase
+UnifiedTreeMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+test_unified_tree_equals_the_list_model = UnifiedTreeMachine.TestCase
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["store", "match", "lock"]), token_lists, namespaces),
+            st.tuples(st.just("evict"), st.integers(0, 9), st.none()),
+            st.tuples(st.just("unlock"), st.none(), st.none()),
+        ),
+        max_size=60,
+    )
+)
+def test_both_tree_caches_do_the_same(steps: list[tuple[str, Any, Any]]) -> None:
+    """Behaviour 8: page for page, and node for node in the same order of eviction."""
+    rigs = [CacheRig(name, num_pages=NUM_PAGES, page_size=PAGE_SIZE) for name in ("radix_cache", "unified_radix_cache")]
+    receipts: list[list[LockReceipt]] = [[], []]
+    for verb, what, namespace in steps:
+        seen = [_step(rig, held, verb, what, namespace) for rig, held in zip(rigs, receipts, strict=True)]
+        assert seen[0] == seen[1]
+    for rig in rigs:
+        rig.check()
+
+
+def _step(rig: CacheRig, receipts: list[LockReceipt], verb: str, what: Any, namespace: Any) -> object:
+    """Do it, and tell all that can be seen of it and after it."""
+    cache = rig.cache
+    told: object = None
+    if verb == "store" and len(what) // PAGE_SIZE < rig.allocator.port.available():
+        told = _told(rig.store(what, namespace))
+    elif verb == "match":
+        told = _told(cache.match(key_of(what, namespace)))
+    elif verb == "lock":
+        receipts.append(cache.lock(cache.match(key_of(what, namespace))))
+    elif verb == "evict":
+        told = cache.evict(what)
+    elif verb == "unlock" and receipts:
+        cache.unlock(receipts.pop())
+    order = [(node.namespace, node.start, node.pages.tolist()) for node in cache._live_tree.order]
+    return told, cache.num_nodes, cache.evictable_pages, cache.protected_pages, order, rig.allocator.port.available()
+
+
+def _told(found: MatchResult | InsertResult) -> object:
+    window, states = found.window_pages.tolist(), found.state
+    return found.num_tokens, found.pages.tolist(), window, states

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.caches.base import BasePrefixCache, CacheDeps, EventSink, InsertResult
+from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, EventSink, EvictionObserver, InsertResult
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
+from app.config.model_config import Component
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey, page_hashes
 from app.core.ports import PoolSpec
@@ -31,33 +34,94 @@ class ShapeOnlyPool:
 
 
 class CacheRig:
-    """A registered cache over a pool of its own, and the little that a runtime does for it."""
+    """A registered cache over pools of its own, and the little that a runtime does for it.
+
+    window: W of a SWA component, in tokens.
+    """
 
     def __init__(
-        self, cache_type: str, *, num_pages: int = 64, page_size: int = 4, events: EventSink | None = None
+        self,
+        cache_type: str,
+        *,
+        components: frozenset[Component] = frozenset({Component.FULL}),
+        window: int = 8,
+        num_pages: int = 64,
+        page_size: int = 4,
+        events: EventSink | None = None,
+        eviction_observer: EvictionObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         load_builtin_caches()
         self.page_size = page_size
+        self.window = window
         self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, identity())
+        self.window_allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, identity())
+        self.state_allocator = PagedTokenToKVPoolAllocator(num_pages, 1, identity())
+        self.has_window = Component.SWA in components
+        self.has_states = Component.RECURRENT in components
         spec = PoolSpec(
             num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
         )
-        deps = CacheDeps(
-            token_allocator=self.allocator.port, device_pool=ShapeOnlyPool(spec), page_size=page_size, events=events
+        self.deps = CacheDeps(
+            token_allocator=self.allocator.port,
+            device_pool=ShapeOnlyPool(spec),
+            components=components,
+            sliding_window=window if self.has_window else None,
+            window_allocator=self.window_allocator.port if self.has_window else None,
+            state_allocator=self.state_allocator.port if self.has_states else None,
+            page_size=page_size,
+            events=events,
+            eviction_observer=eviction_observer,
+            clock=clock,
         )
-        self.cache: BasePrefixCache = default_registry.seal().get(cache_type).ctor(deps)
+        self.cache: BasePrefixCache = default_registry.seal().get(cache_type).ctor(self.deps)
 
     def take(self, num_pages: int) -> np.ndarray:
         """Pages for a request, as a prepared batch would give them."""
-        self.allocator.apply_frees(self.allocator.port.recorded_frees())
-        return self.allocator.allocate(num_pages)
+        return _take(self.allocator, num_pages)
+
+    def take_window(self, num_pages: int) -> np.ndarray:
+        return _take(self.window_allocator, num_pages)
+
+    def take_state(self) -> int:
+        return int(_take(self.state_allocator, 1)[0])
 
     def store(self, tokens: object, namespace: Namespace = DEFAULT_NAMESPACE) -> InsertResult:
         """A request that computed `tokens` without looking, published them and ended, so that the rest is freed."""
         key = key_of(tokens, namespace)
         own = self.take(-(-len(key) // self.page_size))
-        result = self.cache.insert(key, own)
+        result = self.publish(key, own)
         self.free_what_was_not_adopted(own, result)
+        return result
+
+    def publish(self, key: RadixKey, own: np.ndarray) -> InsertResult:
+        """Insert with all that the components can hold, of which what the cache does not take is freed.
+
+        Window pages for every page, and a snapshot of every page's end: so any prefix can be used.
+        """
+        num_pages = len(key) // self.page_size
+        if not self.has_states or num_pages == 0:
+            return self.publish_once(key, own)
+        for end in range(1, num_pages + 1):
+            result = self.publish_once(
+                key.head(end * self.page_size), own, first_window_page=end - 1, state=self.take_state()
+            )
+        return result
+
+    def publish_once(
+        self, key: RadixKey, own: np.ndarray, *, first_window_page: int = 0, state: int = 0
+    ) -> InsertResult:
+        """One insert, with window pages from that page index on and that snapshot."""
+        num_pages = len(key) // self.page_size
+        window = np.zeros(num_pages if self.has_window else 0, np.int32)
+        first_window_page = min(first_window_page, window.size)
+        window[first_window_page:] = self.take_window(window.size - first_window_page)
+        result = self.cache.insert(key, own, window, state)
+        kept = np.zeros_like(window)
+        kept[: result.window_pages.size] = result.window_pages
+        self.window_allocator.port.free(window[(window != kept) & (window != 0)])
+        if state and not result.state_adopted:
+            self.state_allocator.port.free(np.array([state], np.int32))
         return result
 
     def free_what_was_not_adopted(self, own: np.ndarray, result: InsertResult) -> None:
@@ -69,17 +133,32 @@ class CacheRig:
         return self.cache.match(key_of(tokens, namespace)).num_tokens
 
     def lose_pool(self) -> None:
-        """What a runtime does when its pool is gone."""
-        self.allocator.reset(identity(self.allocator.identity.generation + 1))
+        """What a runtime does when its pools are gone."""
+        gone = identity(self.allocator.identity.generation + 1)
+        for allocator in (self.allocator, self.window_allocator, self.state_allocator):
+            allocator.reset(gone)
 
-    def check(self, held_by_requests: np.ndarray | None = None) -> None:
-        """Every owner's invariants, and the ledger: each page has one owner, and all pages are there."""
+    def check(
+        self,
+        held_by_requests: np.ndarray = NO_PAGES,
+        held_window_pages: np.ndarray = NO_PAGES,
+        held_states: np.ndarray = NO_PAGES,
+    ) -> None:
+        """Every owner's invariants, and the ledgers: each id has one owner, and all are there."""
         self.cache.check_integrity()
-        self.allocator.check_integrity()
-        requests = np.empty(0, np.int32) if held_by_requests is None else held_by_requests
-        evictable, protected = self.cache.cached_page_ids()
-        cached_and_requests = np.sort(np.concatenate([evictable, protected, requests]))
-        assert np.array_equal(cached_and_requests, self.allocator.held_page_ids()), "leaked, or double owned"
+        _check_ledger(self.allocator, *self.cache.cached_page_ids(), held_by_requests)
+        _check_ledger(self.window_allocator, *self.cache.cached_window_page_ids(), held_window_pages)
+        _check_ledger(self.state_allocator, *self.cache.cached_states(), held_states)
+
+
+def _take(allocator: PagedTokenToKVPoolAllocator, num_pages: int) -> np.ndarray:
+    allocator.apply_frees(allocator.port.recorded_frees())
+    return allocator.allocate(num_pages)
+
+
+def _check_ledger(allocator: PagedTokenToKVPoolAllocator, *owners: np.ndarray) -> None:
+    allocator.check_integrity()
+    assert np.array_equal(np.sort(np.concatenate(owners)), allocator.held_page_ids()), "leaked, or double owned"
 
 
 @dataclass(eq=False)

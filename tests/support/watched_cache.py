@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.caches.base import CacheDeps
 from app.caches.inspection import Miss
-from app.caches.radix_cache import RadixCache
+from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
-from app.core.ports import PoolSpec
-from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
-from tests.support.tree_model import CacheRig, ShapeOnlyPool, identity, key_of
+from tests.support.tree_model import CacheRig, key_of
 
 PAGE = 4
 
@@ -38,24 +35,25 @@ class Seen:
 
 
 class WatchedRig(CacheRig):
-    """A radix cache with a clock and an observer of its own."""
+    """A cache with a clock and an observer of its own."""
 
-    def __init__(self, *, num_pages: int = 64, page_size: int = PAGE) -> None:
-        self.page_size = page_size
+    def __init__(
+        self,
+        cache_type: str = "radix_cache",
+        *,
+        components: frozenset[Component] = frozenset({Component.FULL}),
+        num_pages: int = 64,
+        page_size: int = PAGE,
+    ) -> None:
         self.watch = Watch()
         self.seen = Seen()
-        self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, identity())
-        spec = PoolSpec(
-            num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
-        )
-        self.cache = RadixCache(
-            CacheDeps(
-                token_allocator=self.allocator.port,
-                device_pool=ShapeOnlyPool(spec),
-                page_size=page_size,
-                eviction_observer=self.seen,
-                clock=self.watch,
-            )
+        super().__init__(
+            cache_type,
+            components=components,
+            num_pages=num_pages,
+            page_size=page_size,
+            eviction_observer=self.seen,
+            clock=self.watch,
         )
 
     def why(self, tokens: object, namespace: Namespace = DEFAULT_NAMESPACE) -> Miss:

@@ -66,7 +66,7 @@ def test_every_named_provider_is_built_with_the_real_model():
         assert len(answer(container)) == 6
 
 
-@pytest.mark.parametrize("cache_type", ["radix_cache", "chunk_cache"])
+@pytest.mark.parametrize("cache_type", ["unified_radix_cache", "radix_cache", "chunk_cache"])
 def test_every_arm_builds_its_cache_and_keeps_it(cache_type):
     args = ServerArgs(page_size=4, max_total_tokens=256, cache_type=cache_type)
     with overridden(args, fake=True) as container:
@@ -301,9 +301,11 @@ def test_a_type_registered_later_serves_later_containers_and_earlier_ones_say_so
 @pytest.mark.parametrize(
     ("components", "expected"),
     [
-        ({Component.FULL}, "radix_cache"),
-        ({Component.FULL, Component.SWA}, "chunk_cache"),
-        ({Component.FULL, Component.RECURRENT}, "chunk_cache"),
+        ({Component.FULL}, "unified_radix_cache"),
+        ({Component.FULL, Component.SWA}, "unified_radix_cache"),
+        ({Component.FULL, Component.RECURRENT}, "unified_radix_cache"),
+        ({Component.FULL, Component.SWA, Component.RECURRENT}, "unified_radix_cache"),
+        ({Component.SWA, Component.RECURRENT}, "chunk_cache"),
     ],
 )
 def test_the_models_components_choose_the_cache(components, expected):
@@ -316,5 +318,5 @@ def test_the_models_components_choose_the_cache(components, expected):
 def test_disaggregated_nodes_serve_whole_requests_for_now(mode):
     args = ServerArgs(page_size=4, max_total_tokens=256, disaggregation_mode=mode)
     with overridden(args, fake=True) as container:
-        assert container.cache_type().name == ("chunk_cache" if mode == "decode" else "radix_cache")
+        assert container.cache_type().name == ("chunk_cache" if mode == "decode" else "unified_radix_cache")
         assert len(answer(container)) == 6

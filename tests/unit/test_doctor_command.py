@@ -21,7 +21,7 @@ def test_doctor_builds_every_provider_and_says_what_was_chosen(capsys: pytest.Ca
     assert doctor.run(DoctorArgs(json=True, server=settings)) == 0
 
     report = json.loads(capsys.readouterr().out)
-    assert report["cache_type"] == "radix_cache"
+    assert report["cache_type"] == "unified_radix_cache"
     assert "covers a model with full" in report["cache_type_reason"]
     assert (report["page_size"], report["pool_pages"], report["pool_tokens"]) == (8, 125, 1000)
     assert report["pool_bytes"] == 126 * 2 * 30 * 8 * 3 * 64 * 4  # pages, K and V, layers, tokens, heads, width, bytes

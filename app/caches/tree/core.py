@@ -1,6 +1,7 @@
 """The prefix tree: which token prefixes are cached in which pages. RadixAttention, arXiv:2312.07104.
 
 Ints and bytes only. It neither frees nor copies pages: it returns them, and its owner acts. Nothing here recurses.
+Every node has full pages; for what else a model needs, each component gives parts to some of the nodes (components/).
 
     roots[namespace] -- edge: 3 pages --+-- edge: 2 pages --- ...
                                         `-- edge: 1 page
@@ -12,34 +13,26 @@ order over all unlocked nodes makes eviction a pop; locking stops at the first a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from app.caches.base import (
-    EVICTED_HEAD_TOKENS,
-    NO_PAGES,
-    EventSink,
-    EvictionObserver,
-    InsertResult,
-    LockReceipt,
-    MatchResult,
-)
+from app.caches.base import NO_PAGES, EventSink, EvictionObserver, InsertResult, LockReceipt, MatchResult
 from app.caches.receipts import ReceiptBook
+from app.caches.tree.components.base import Offer, TreeComponent
 from app.caches.tree.evicted import EvictionMemory
 from app.caches.tree.lru import EvictionOrder
 from app.caches.tree.node import EVICTED, TreeNode
-from app.core.keys import TOKEN_BYTES, Namespace, RadixKey, page_hashes
-from app.errors import OwnershipError, StaleHandleError
-
-
-def _sealed(pages: np.ndarray) -> np.ndarray:
-    """The tree hands out its own arrays, so nobody may write to them."""
-    pages.setflags(write=False)
-    return pages
-
+from app.caches.tree.owned import OwnedIds
+from app.caches.tree.place import Place, cut_to_usable, descend
+from app.caches.tree.runs import joined, sealed, spans
+from app.caches.tree.telling import announce, tell_eviction
+from app.core.keys import TOKEN_BYTES, Namespace, RadixKey
+from app.errors import StaleHandleError
 
 _NOTHING = MatchResult(NO_PAGES, 0, None)
+_NOTHING_PUBLISHED = InsertResult(0, NO_PAGES, None, ())
 
 
 class TreeCore:
@@ -57,6 +50,7 @@ class TreeCore:
         page_size: int,
         order: EvictionOrder,
         clock: Callable[[], float],
+        components: Sequence[TreeComponent] = (),
         events: EventSink | None = None,
         observer: EvictionObserver | None = None,
     ) -> None:
@@ -67,12 +61,12 @@ class TreeCore:
         self.roots: dict[Namespace, TreeNode] = {}
         self.order = order
         self.receipts: ReceiptBook[TreeNode | None] = ReceiptBook()
-        self.owned = np.zeros(capacity + 1, np.bool_)  # by page id: whether a node holds it
-        self.owned[0] = True  # the padding page: never to be adopted
+        self.owned = OwnedIds(capacity, "page")
+        self.components = components
         self.evicted = EvictionMemory()
         self.page_size = page_size
         self.clock = clock
-        self._page_bytes = page_size * TOKEN_BYTES
+        self.page_bytes = page_size * TOKEN_BYTES
         self._events = events
         self._observer = observer
         self._serials = itertools.count()
@@ -89,15 +83,20 @@ class TreeCore:
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return _NOTHING
-        node, end, partial, shared = self.descend(root, key.raw, limit)
+        place = descend(root, key.raw, limit, self.page_bytes)
+        node, end, partial, shared = self._usable(place) if self.components else place
         if partial is not None:
             node = self._split(partial, shared)
-            end += shared * self._page_bytes
+            end += shared * self.page_bytes
         if end == 0:
             return _NOTHING
         hits = int(key is not self._last_matched)
         self._last_matched = key
-        return MatchResult(_joined(self._refresh(node, hits)), end // TOKEN_BYTES, node)
+        pages = joined(self._refresh(node, hits))
+        named: dict[str, Any] = {}
+        for component in self.components:
+            named |= component.named(node)
+        return MatchResult(pages, end // TOKEN_BYTES, node, **named)
 
     def probe(self, key: RadixKey) -> int:
         """The number of tokens that `match` would return. Changes nothing."""
@@ -105,79 +104,116 @@ class TreeCore:
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return 0
-        _, end, _, shared = self.descend(root, key.raw, limit)
+        place = descend(root, key.raw, limit, self.page_bytes)
+        _, end, _, shared = self._usable(place) if self.components else place
         return end // TOKEN_BYTES + shared * self.page_size
 
-    def lock(self, node: TreeNode | None) -> LockReceipt:
-        """Keep `node` and all above it; None, of an empty match, keeps nothing. O(nodes not locked yet).
+    def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
+        """Keep its node, all above it, and of each component what the prefix needs; an empty match keeps nothing.
 
-        StaleHandleError if the node was evicted, or is from before a reset.
+        O(nodes not locked yet, and nodes that hold what is needed). StaleHandleError if any of it was evicted, or is
+        from before a reset.
         """
-        if node is not None:
-            if node.epoch != self.receipts.epoch:
-                held = "evicted" if node.epoch == EVICTED else f"epoch {node.epoch}"
-                raise StaleHandleError(what="match of", held=held, current=f"epoch {self.receipts.epoch}")
-            self._pin(node)
-        return self.receipts.issue(node)
+        node = found.node
+        if node is None:
+            return self.receipts.issue(None)
+        if node.epoch != self.receipts.epoch:
+            held = "evicted" if node.epoch == EVICTED else f"epoch {node.epoch}"
+            raise StaleHandleError(what="match of", held=held, current=f"epoch {self.receipts.epoch}")
+        for component in self.components:
+            if not component.still_holds(found):
+                raise StaleHandleError(
+                    what="match of", held=f"evicted {component.kind}", current=f"epoch {self.receipts.epoch}"
+                )
+        self._pin(node)
+        receipt = self.receipts.issue(node)
+        for component in self.components:
+            component.lock(receipt.number, node)
+        return receipt
 
-    def unlock(self, receipt: LockReceipt) -> None:
-        """Undo one lock; what becomes unlocked counts as just used. StaleHandleError and no change for a stale one."""
+    def unlock(self, receipt: LockReceipt) -> np.ndarray:
+        """Undo one lock; what becomes unlocked counts as just used. StaleHandleError and no change for a stale one.
+
+        -> (n,) int32, pages no longer the tree's: of nodes that only the lock kept. None without components.
+        """
         node = self.receipts.redeem(receipt)
-        if node is not None:
-            self._unpin(node)
+        if node is None:
+            return NO_PAGES
+        for component in self.components:
+            component.unlock(receipt.number)
+        self._unpin(node)
+        return self._left(self._drop_useless(node, self.clock())) if self.components else NO_PAGES
 
-    def insert(self, key: RadixKey, pages: np.ndarray) -> InsertResult:
+    def insert(self, key: RadixKey, pages: np.ndarray, offers: Sequence[Offer] = ()) -> InsertResult:
         """Adopt the whole pages that are not there yet. O(tokens + nodes on the path).
 
-        OwnershipError and no change if one of those is in the tree already, under other tokens, or is page 0.
+        offers: one for each component, in the same order. Without what a component needs at the end of the key, the
+        prefix is cut to the longest that every component could serve.
+        OwnershipError and no change if something to adopt is in the tree already, under other tokens, or is page 0.
         """
         count = key.num_tokens // self.page_size
         if count == 0:
-            return InsertResult(0, NO_PAGES, None, ())
+            return _NOTHING_PUBLISHED
         if pages.size < count:
             raise ValueError(f"{pages.size} pages for a key of {count} whole pages")
         raw, namespace = key.raw, key.namespace
-        limit = count * self._page_bytes
-        node = self.roots.get(namespace)
-        if node is None:
-            node = self._new_root(namespace)
-        node, end, partial, shared = self.descend(node, raw, limit)
-        present = end // self._page_bytes + shared
+        root = self.roots.get(namespace) or TreeNode.root(namespace, self.receipts.epoch)
+        place = descend(root, raw, count * self.page_bytes, self.page_bytes)
+        if offers:
+            place, count = cut_to_usable(place, offers, count, self.page_size)
+            if count == 0:
+                return _NOTHING_PUBLISHED
+        node, end, partial, shared = place
+        present = end // self.page_bytes + shared
         adopted = np.array(pages[present:count], np.int32)
+        for offer in offers:
+            offer.refuse(partial or node, present, count)
         if adopted.size:
-            self._claim(adopted)
+            self.owned.claim(adopted)
         if partial is not None:
             node = self._split(partial, shared)
         if adopted.size:
-            node = self._attach(node, raw[present * self._page_bytes : limit], adopted)
+            node = self._attach(node, raw[present * self.page_bytes : count * self.page_bytes], adopted)
+        for offer in offers:
+            offer.adopt(node, self._split)
         runs = self._refresh(node, 0)
-        return InsertResult(count * self.page_size, _joined(runs), node, _spans(runs, present))
+        named: dict[str, Any] = {}
+        for offer in offers:
+            named |= offer.named(node)
+        return InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
 
     def evict(self, num_pages: int) -> np.ndarray:
-        """Drop the least recently used leaves until `num_pages` or more are out, or nothing is unlocked.
+        """Drop the nodes that are next in the order, leaves, until `num_pages` or more are out or none is unlocked.
 
         -> (n,) int32, the pages, no longer the tree's. O(nodes dropped).
         """
-        runs: list[np.ndarray] = []
-        hashes: list[bytes] = []
+        dropped: list[TreeNode] = []
         freed = 0
         now = self.clock()
         while freed < num_pages and self.order:
             node = self.order.pop()
-            if self._observer is not None:
-                _tell_eviction(self._observer, node, now)
-            self._detach(node, now)
-            runs.append(node.pages)
-            hashes += node.hashes
+            self._drop(node, now)
+            dropped.append(node)
             freed += node.pages.size
-        if not runs:
-            return NO_PAGES
-        self.evictable_pages -= freed
-        pages = _joined(runs)
-        self.owned[pages.astype(np.intp)] = False
-        if self._events is not None:
-            self._events.removed(page_hashes=hashes)
-        return pages
+            if self.components:
+                useless = self._drop_useless(node.parent, now)
+                dropped += useless
+                freed += sum(each.pages.size for each in useless)
+        return self._left(dropped)
+
+    def evict_parts(self, component: TreeComponent, count: int) -> np.ndarray:
+        """Let a component let go of `count` ids or more, or of all that are not locked, the next in its order first.
+
+        A node that nobody could match any more for it leaves the tree whole.
+        -> (n,) int32, the full pages of those, no longer the tree's. O(nodes that lose something).
+        """
+        dropped: list[TreeNode] = []
+        now = self.clock()
+        while component.num_let_go < count and component.order:
+            node = component.order.pop()
+            component.hollow(node)
+            dropped += self._drop_useless(node, now)
+        return self._left(dropped)
 
     def reset(self) -> None:
         """Forget everything; receipts and matches from before are refused after. O(pool pages)."""
@@ -186,7 +222,9 @@ class TreeCore:
         self.roots.clear()
         self.evicted.clear()
         self._last_matched = None
-        self.owned[1:] = False
+        self.owned.clear()
+        for component in self.components:
+            component.reset()
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
         if self._events is not None:
             self._events.cleared()
@@ -209,45 +247,23 @@ class TreeCore:
 
     def _limit(self, num_tokens: int) -> int:
         """Bytes of the whole pages in `num_tokens`."""
-        return num_tokens // self.page_size * self._page_bytes
+        return num_tokens // self.page_size * self.page_bytes
 
-    def descend(self, node: TreeNode, raw: bytes, limit: int) -> tuple[TreeNode, int, TreeNode | None, int]:
-        """Follow raw[:limit] from a root. Changes nothing.
-
-        -> the last node that matches whole, the byte position at its end, and, if the path ends inside an edge, that
-        edge's node and how many of its pages match: at least one, not all.
-        """
-        step = self._page_bytes
-        position = 0
-        while position < limit:
-            child = node.children.get(raw[position : position + step])
-            if child is None:
-                break
-            edge = child.edge
-            end = position + len(edge)
-            if end > limit or not raw.startswith(edge, position):
-                return node, position, child, self._shared_pages(raw, position, limit, edge)
-            node, position = child, end
-        return node, position, None, 0
-
-    def _shared_pages(self, raw: bytes, position: int, limit: int, edge: bytes) -> int:
-        """How many leading pages of `edge` are in raw[position:limit]; the first one is known to be."""
-        count = min(len(edge), limit - position) // TOKEN_BYTES
-        differs = np.frombuffer(raw, np.int32, count, position) != np.frombuffer(edge, np.int32, count)
-        first = int(differs.argmax())
-        return (first if differs[first] else count) // self.page_size
+    def _usable(self, place: Place) -> Place:
+        """Cut to what every component can serve."""
+        return cut_to_usable(place, self.components, place[1] // self.page_bytes + place[3], self.page_size)[0]
 
     def _split(self, lower: TreeNode, num_pages: int) -> TreeNode:
         """Put the first pages of a node into a new node above it. The lower one stays the object that it was."""
-        cut = num_pages * self._page_bytes
-        first_page = lower.edge[: self._page_bytes]
+        cut = num_pages * self.page_bytes
+        first_page = lower.edge[: self.page_bytes]
         parent = lower.parent
         assert parent is not None
         upper = TreeNode(
             parent=parent,
             namespace=lower.namespace,
             edge=lower.edge[:cut],
-            pages=_sealed(lower.pages[:num_pages].copy()),
+            pages=sealed(lower.pages[:num_pages].copy()),
             epoch=lower.epoch,
             start=lower.start,
             serial=next(self._serials),  # the lower one still ends where it ended
@@ -256,14 +272,16 @@ class TreeCore:
         )
         lower.start += num_pages * self.page_size
         upper.hashes, lower.hashes = lower.hashes[:num_pages], lower.hashes[num_pages:]
-        lower.edge, lower.pages, lower.parent = lower.edge[cut:], _sealed(lower.pages[num_pages:].copy()), upper
-        upper.children[lower.edge[: self._page_bytes]] = lower
+        lower.edge, lower.pages, lower.parent = lower.edge[cut:], sealed(lower.pages[num_pages:].copy()), upper
+        upper.children[lower.edge[: self.page_bytes]] = lower
         parent.children[first_page] = upper
         self.num_nodes += 1
         if lower.lock_ref:
             upper.lock_ref = 1
         else:
             self.order.add(upper)
+        for component in self.components:
+            component.split(upper, lower)
         return upper
 
     def _attach(self, parent: TreeNode, edge: bytes, pages: np.ndarray) -> TreeNode:
@@ -272,7 +290,7 @@ class TreeCore:
             parent=parent,
             namespace=parent.namespace,
             edge=edge,
-            pages=_sealed(pages),
+            pages=sealed(pages),
             epoch=self.receipts.epoch,
             start=parent.end,
             serial=next(self._serials),
@@ -281,45 +299,61 @@ class TreeCore:
         )
         if parent.parent is None:
             self.roots[parent.namespace] = parent
-        parent.children[edge[: self._page_bytes]] = leaf
+        parent.children[edge[: self.page_bytes]] = leaf
         self.num_nodes += 1
         self.evictable_pages += pages.size
         self.order.add(leaf)
         if self._events is not None:
-            self._announce(self._events, parent, leaf)
+            announce(self._events, parent, leaf, self.page_size)
         return leaf
 
-    def _announce(self, events: EventSink, parent: TreeNode, leaf: TreeNode) -> None:
-        above = parent.hashes[-1] if parent.hashes else None
-        leaf.hashes = page_hashes(above or leaf.namespace.seed(), leaf.edge, self.page_size)
-        events.stored(namespace=leaf.namespace, parent_hash=above, page_hashes=leaf.hashes, raw=leaf.edge)
-
-    def _detach(self, leaf: TreeNode, now: float) -> None:
-        """Cut a leaf off, and its root too if that was the last one."""
+    def _drop(self, leaf: TreeNode, now: float) -> None:
+        """Cut off a leaf that is in no order any more, and its root too if that was the last one."""
         parent = leaf.parent
         assert parent is not None
         assert not leaf.children
-        first_page = leaf.edge[: self._page_bytes]
+        if self._observer is not None:
+            tell_eviction(self._observer, leaf, now)
+        first_page = leaf.edge[: self.page_bytes]
         del parent.children[first_page]
         self.evicted.remember(parent.serial, first_page, now)
         leaf.epoch = EVICTED
         self.num_nodes -= 1
         if parent.parent is None and not parent.children:
             del self.roots[parent.namespace]
+        for component in self.components:
+            component.drop(leaf)
 
-    def _claim(self, pages: np.ndarray) -> None:
-        """Mark pages as owned. A page in two places would be freed by one and read by the other."""
-        index = pages.astype(np.intp)  # once: numpy would do it for each use
-        if self.owned.take(index).any():
-            twice = pages[self.owned[index]].tolist()
-            raise OwnershipError(pages=tuple(twice), reason="cached already under other tokens, or padding")
-        self.owned[index] = True
+    def _drop_useless(self, node: TreeNode | None, now: float) -> list[TreeNode]:
+        """Drop `node`, and then those above it, while it is an unlocked leaf that lacks a part: none could match it."""
+        dropped = []
+        while node is not None and node.parent is not None and not node.children and not node.lock_ref:
+            if all(node in component.parts for component in self.components):
+                break
+            self.order.remove(node)
+            self._drop(node, now)
+            dropped.append(node)
+            node = node.parent
+        return dropped
+
+    def _left(self, dropped: list[TreeNode]) -> np.ndarray:
+        """(n,) int32: the pages of dropped nodes, which are the tree's no more."""
+        if not dropped:
+            return NO_PAGES
+        pages = joined([node.pages for node in dropped])
+        self.evictable_pages -= pages.size
+        self.owned.release(pages)
+        if self._events is not None:
+            self._events.removed(page_hashes=[each for node in dropped for each in node.hashes])
+        return pages
 
     def _refresh(self, node: TreeNode, hits: int) -> list[np.ndarray]:
         """Make the path to `node` the most recent, deepest first, and add to its hits.
 
         -> the pages of its nodes, from the root down.
         """
+        for component in self.components:
+            component.touch(node)
         runs = []
         touch = self.order.touch
         now = self.clock()
@@ -334,19 +368,6 @@ class TreeCore:
             parent = node.parent
         runs.reverse()
         return runs
-
-    def _new_root(self, namespace: Namespace) -> TreeNode:
-        return TreeNode(
-            parent=None,
-            namespace=namespace,
-            edge=b"",
-            pages=NO_PAGES,
-            epoch=self.receipts.epoch,
-            start=0,
-            serial=namespace,
-            hits=0,
-            used_at=0.0,
-        )
 
     def _pin(self, node: TreeNode) -> None:
         while node.parent is not None:
@@ -369,29 +390,3 @@ class TreeCore:
             self.evictable_pages += node.pages.size
             self.protected_pages -= node.pages.size
             node = node.parent
-
-
-def _tell_eviction(observer: EvictionObserver, leaf: TreeNode, now: float) -> None:
-    observer.evicted(
-        num_tokens=len(leaf.edge) // TOKEN_BYTES,
-        prefix_tokens=leaf.start,
-        idle_s=now - leaf.used_at,
-        hits=leaf.hits,
-        head=leaf.edge[: EVICTED_HEAD_TOKENS * TOKEN_BYTES],
-    )
-
-
-def _joined(runs: list[np.ndarray]) -> np.ndarray:
-    return runs[0] if len(runs) == 1 else np.concatenate(runs)
-
-
-def _spans(runs: list[np.ndarray], num_pages: int) -> tuple[tuple[int, int], ...]:
-    """(first page index, page count) of each run within the first `num_pages` pages."""
-    spans = []
-    first = 0
-    for run in runs:
-        if first == num_pages:
-            break
-        spans.append((first, run.size))
-        first += run.size
-    return tuple(spans)

@@ -13,6 +13,8 @@ import numpy as np
 from app.caches.inspection import CONTEXT_TOKENS, CachedPrefix, Miss, TopPrefixes, miss_by_length
 from app.caches.tree.core import TreeCore
 from app.caches.tree.node import TreeNode
+from app.caches.tree.place import cut_to_usable, descend
+from app.config.model_config import Component
 from app.core.keys import TOKEN_BYTES, Namespace, RadixKey
 
 VISITED_NODES = 4096
@@ -39,14 +41,16 @@ def top_prefixes(tree: TreeCore, limit: int) -> TopPrefixes:
 def explain_miss(tree: TreeCore, key: RadixKey, num_matched: int) -> Miss:
     """Why the cached part of `key` ended after `num_matched` tokens. Ask before the tree changes again.
 
-    If the tree holds less of it by now, the answer is for what it holds. O(tokens of the key), and at most 256 children
-    of one node and 64 other namespaces.
+    If the tree can serve less of it by now, the answer is for that. O(tokens of the key), and at most 256 children of
+    one node and 64 other namespaces.
     """
     told = miss_by_length(key, num_matched, tree.page_size)
     if told is not None:
         return told
+    usable = tree.probe(key)
+    num_matched = min(num_matched, usable)
     place = _place(tree, key, num_matched * TOKEN_BYTES)
-    page = key.raw[place.end : place.end + tree.page_size * TOKEN_BYTES]
+    page = key.raw[place.end : place.end + tree.page_bytes]
     miss = Miss(
         reason="ends" if place.end else "unseen",
         prompt_tokens=key.num_tokens,
@@ -54,7 +58,9 @@ def explain_miss(tree: TreeCore, key: RadixKey, num_matched: int) -> Miss:
         page_size=tree.page_size,
     )
     if page in place.first_pages:
-        return replace(miss, reason="late")
+        if usable > num_matched:
+            return replace(miss, reason="late")
+        return replace(miss, reason="incomplete", lacking=_lacking(tree, key, num_matched))
     evicted_at = None if place.serial is None else tree.evicted.when(place.serial, page)
     if evicted_at is not None:
         return replace(miss, reason="evicted", evicted_s_ago=tree.clock() - evicted_at)
@@ -62,6 +68,21 @@ def explain_miss(tree: TreeCore, key: RadixKey, num_matched: int) -> Miss:
     if fields:
         return replace(miss, reason="other_namespace", other_fields=fields)
     return _with_difference(miss, key.raw, page, place)
+
+
+def _lacking(tree: TreeCore, key: RadixKey, num_matched: int) -> tuple[Component, ...]:
+    """Which components, of a prefix that is cached beyond `num_matched` tokens, have no more that they could serve.
+
+    All of them, if each alone could serve more, but none the same.
+    """
+    limit = (key.num_tokens - 1) // tree.page_size * tree.page_bytes
+    place = descend(tree.roots[key.namespace], key.raw, limit, tree.page_bytes)
+    num_pages = place[1] // tree.page_bytes + place[3]
+    served = {
+        component.component: cut_to_usable(place, [component], num_pages, tree.page_size)[1] * tree.page_size
+        for component in tree.components
+    }
+    return tuple(component for component, usable in served.items() if usable <= num_matched) or tuple(served)
 
 
 class _Place(NamedTuple):
@@ -82,13 +103,12 @@ def _place(tree: TreeCore, key: RadixKey, limit: int) -> _Place:
     root = tree.roots.get(key.namespace)
     if root is None:
         return _Place(0, key.namespace, (), [])
-    node, end, partial, shared = tree.descend(root, key.raw, limit)
+    node, end, partial, shared = descend(root, key.raw, limit, tree.page_bytes)
     if partial is None:
         latest = islice(reversed(node.children.values()), CHILDREN)
         return _Place(end, node.serial, node.children, [child.edge for child in latest])
-    page_bytes = tree.page_size * TOKEN_BYTES
-    rest = partial.edge[shared * page_bytes :]
-    return _Place(end + shared * page_bytes, None, (rest[:page_bytes],), [rest])
+    rest = partial.edge[shared * tree.page_bytes :]
+    return _Place(end + shared * tree.page_bytes, None, (rest[: tree.page_bytes],), [rest])
 
 
 def _fields_in_the_way(tree: TreeCore, key: RadixKey, end: int) -> tuple[str, ...]:
@@ -96,14 +116,13 @@ def _fields_in_the_way(tree: TreeCore, key: RadixKey, end: int) -> tuple[str, ..
 
     Of several namespaces, the one that differs in the fewest.
     """
-    page_bytes = tree.page_size * TOKEN_BYTES
     least: tuple[str, ...] = ()
     left = COMPARISONS * end
     for namespace, root in islice(tree.roots.items(), NAMESPACES):
         if namespace == key.namespace:
             continue
-        _, reached, _, shared = tree.descend(root, key.raw, end)
-        reached += shared * page_bytes
+        _, reached, _, shared = descend(root, key.raw, end, tree.page_bytes)
+        reached += shared * tree.page_bytes
         if reached >= end:
             fields = zip(Namespace._fields, namespace, key.namespace, strict=True)
             differing = tuple(name for name, theirs, ours in fields if theirs != ours)

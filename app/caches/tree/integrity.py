@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from app.caches.tree.components.base import TreeComponent
 from app.caches.tree.core import TreeCore
 from app.caches.tree.node import TreeNode
 from app.core.keys import TOKEN_BYTES
@@ -21,6 +22,7 @@ def check_tree(tree: TreeCore, *, page_size: int) -> None:
         *_order(tree, nodes),
         *_pages(tree, nodes),
         *_uses(tree, nodes),
+        *(fault for component in tree.components for fault in _parts(tree, component, set(nodes))),
     ]
     if broken:
         raise IntegrityError(owner="TreeCore", broken="; ".join(broken))
@@ -79,7 +81,7 @@ def _pages(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
     broken = []
     if np.unique(pages).size != pages.size:
         broken.append("a page is in two places (double owned)")
-    if not np.array_equal(np.flatnonzero(tree.owned), np.union1d(pages, [0])):
+    if not np.array_equal(tree.owned.ids(), np.unique(pages)):
         broken.append("the pages marked as owned are not those of the nodes")
     if (evictable.size, protected.size) != (tree.evictable_pages, tree.protected_pages):
         broken.append(
@@ -101,4 +103,38 @@ def _uses(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
     serials = {node.serial for node in nodes}
     if len(serials) != len(nodes) or any(root.serial != namespace for namespace, root in tree.roots.items()):
         broken.append("two nodes have one serial, or a root has another than its namespace")
+    return broken
+
+
+def _parts(tree: TreeCore, component: TreeComponent, nodes: set[TreeNode]) -> list[str]:
+    kind, parts = component.kind, component.parts
+    broken = [*component.misplaced()]
+    if not parts.keys() <= nodes:
+        broken.append(f"a {kind} is held by a node that is not in the tree")
+    receipts = Counter(node for held in component.locks().values() for node in held)
+    for node, part in parts.items():
+        if part.lock_ref != receipts.pop(node, 0):
+            broken.append(f"a {kind} has lock_ref {part.lock_ref}, which is not the number of its holders")
+        if part.lock_ref and not node.lock_ref:
+            broken.append(f"a {kind} is locked on a node that is not")
+    if receipts:
+        broken.append(f"a receipt holds a {kind} that is not there")
+    if set(component.order) != {node for node, part in parts.items() if not part.lock_ref}:
+        broken.append(f"the eviction order does not hold exactly the unlocked {kind}s")
+    for node in nodes:
+        if node not in parts and not node.children and not node.lock_ref:
+            broken.append(f"a leaf has no {kind} and nobody locks it: none could match it")
+    evictable, protected = component.ids()
+    ids = np.concatenate([evictable, protected])
+    if np.unique(ids).size != ids.size:
+        broken.append(f"a {kind} is in two places (double owned)")
+    if not np.array_equal(component.owned.ids(), np.unique(ids)):
+        broken.append(f"the {kind}s marked as owned are not those of the nodes")
+    if (evictable.size, protected.size) != (component.evictable, component.protected):
+        broken.append(
+            f"{evictable.size} evictable and {protected.size} protected {kind}s are counted as "
+            f"{component.evictable} and {component.protected}"
+        )
+    if component.num_let_go:
+        broken.append(f"{component.num_let_go} {kind}s were let go and freed by nobody")
     return broken

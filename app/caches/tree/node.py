@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from app.caches.base import NO_PAGES
 from app.core.keys import TOKEN_BYTES, Namespace
 
 EVICTED = -1
@@ -65,6 +66,21 @@ class TreeNode:
         self.children: dict[bytes, TreeNode] = {}
         self.lock_ref = 0
         self.hashes: list[bytes] = []
+
+    @classmethod
+    def root(cls, namespace: Namespace, epoch: int) -> TreeNode:
+        """Of a namespace; not in the tree before it has a child."""
+        return cls(
+            parent=None,
+            namespace=namespace,
+            edge=b"",
+            pages=NO_PAGES,
+            epoch=epoch,
+            start=0,
+            serial=namespace,
+            hits=0,
+            used_at=0.0,
+        )
 
     @property
     def end(self) -> int:

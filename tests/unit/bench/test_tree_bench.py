@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from app.bench import tree as bench
+from app.bench.component_replay import components_named, replay_of
 from app.bench.trace import BLOCK_TOKENS, TraceRequest, read_mooncake_trace, working_set_tokens
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
@@ -72,6 +73,27 @@ def test_every_registered_type_can_be_replayed(cache_type: str) -> None:
     assert all(timing["p99_us"] >= timing["p50_us"] > 0 for timing in result["operations"].values())
     assert result["requests_per_cpu_second"] > 0
     assert cache_type in bench.format_tree_bench(result)
+
+
+@pytest.mark.parametrize("names", ["full,swa", "full, recurrent", "full,swa,recurrent"])
+def test_models_with_other_components_can_be_replayed(names: str) -> None:
+    # when
+    new_replay = replay_of(components_named(names))
+    result = bench.run_tree_bench(SAMPLE, 20, 16, 0.9, "unified_radix_cache", new_replay)
+
+    # then: it went through the cache, and no more could be used than with full pages alone
+    plain = bench.run_tree_bench(SAMPLE, 20, 16, 0.9, "radix_cache")
+    assert {"match", "insert", "lock", "unlock"} <= result["operations"].keys()
+    assert result["operations"]["insert"]["calls"] >= 20
+    assert 0 <= result["token_hit_rate"] <= plain["token_hit_rate"]
+    assert result["num_nodes"] > 0
+
+
+def test_components_are_named_as_the_model_has_them_and_as_the_cache_covers_them() -> None:
+    with pytest.raises(ConfigError, match=r"--components='full,window' is not allowed: full, swa, recurrent"):
+        components_named("full,window")
+    with pytest.raises(ConfigError, match=r"--components='full,swa' is not allowed: radix_cache holds full$"):
+        bench.run_tree_bench(SAMPLE, 4, 16, 0.9, "radix_cache", replay_of(components_named("full,swa")))
 
 
 def test_an_unknown_type_is_refused_by_name() -> None:

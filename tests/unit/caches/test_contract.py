@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,16 +12,32 @@ import pytest
 from app.caches.base import BasePrefixCache
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
+from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
 from app.errors import LockedPageError, StaleHandleError
 from tests.support.tree_model import CacheRig, key_of
 
 load_builtin_caches()
-EVERY_TYPE = default_registry.names()
-REUSING_TYPES = [name for name in EVERY_TYPE if CacheRig(name).cache.reuses_prefixes]
 
-every_type = pytest.mark.parametrize("cache_type", EVERY_TYPE)
-reusing_types = pytest.mark.parametrize("cache_type", REUSING_TYPES)
+
+class Kind(NamedTuple):
+    """A registered type, for a model with these components."""
+
+    cache_type: str
+    components: frozenset[Component]
+
+    def rig(self, **settings: int) -> CacheRig:
+        return CacheRig(self.cache_type, components=self.components, **settings)
+
+    def __str__(self) -> str:
+        return f"{self.cache_type}-{'+'.join(each.value for each in Component if each in self.components)}"
+
+
+EVERY_KIND = sorted((Kind(each.name, held) for each in default_registry.seal() for held in each.components), key=str)
+REUSING_KINDS = [kind for kind in EVERY_KIND if kind.rig().cache.reuses_prefixes]
+
+every_type = pytest.mark.parametrize("kind", EVERY_KIND, ids=str)
+reusing_types = pytest.mark.parametrize("kind", REUSING_KINDS, ids=str)
 
 RigMaker = Callable[..., CacheRig]
 
@@ -47,8 +64,8 @@ def new_rig() -> Iterator[RigMaker]:
     """Makes caches; after the test, all invariants of each hold and no page is owned by nobody."""
     rigs: list[CacheRig] = []
 
-    def make(cache_type: str, **settings: int) -> CacheRig:
-        rigs.append(CacheRig(cache_type, **settings))
+    def make(kind: Kind, **settings: int) -> CacheRig:
+        rigs.append(kind.rig(**settings))
         return rigs[-1]
 
     yield make
@@ -60,6 +77,15 @@ def sizes(cache: BasePrefixCache) -> tuple[int, int]:
     return cache.evictable_pages, cache.protected_pages
 
 
+def part_sizes(cache: BasePrefixCache) -> tuple[int, int, int, int]:
+    return (
+        cache.evictable_window_pages,
+        cache.protected_window_pages,
+        cache.evictable_states,
+        cache.protected_states,
+    )
+
+
 def eviction_order(rig: CacheRig) -> list[int]:
     """Page ids in the order in which they leave, emptying the cache."""
     while rig.cache.evict(1):
@@ -69,10 +95,10 @@ def eviction_order(rig: CacheRig) -> list[int]:
 
 @every_type
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 3, 4], [9] * 40])
-def test_unknown_keys_match_nothing(new_rig: RigMaker, cache_type: str, tokens: list[int]) -> None:
+def test_unknown_keys_match_nothing(new_rig: RigMaker, kind: Kind, tokens: list[int]) -> None:
     """Behaviour 1. A key of one token is a key (peers' fault 7)."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     rig.store(range(100, 108))
 
     # when
@@ -86,10 +112,10 @@ def test_unknown_keys_match_nothing(new_rig: RigMaker, cache_type: str, tokens: 
 @every_type
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
-def test_match_leaves_a_token_to_compute(new_rig: RigMaker, cache_type: str, page_size: int, length: int) -> None:
+def test_match_leaves_a_token_to_compute(new_rig: RigMaker, kind: Kind, page_size: int, length: int) -> None:
     """Behaviours 2 and 14."""
     # given
-    rig = new_rig(cache_type, page_size=page_size)
+    rig = new_rig(kind, page_size=page_size)
     rig.store(range(length))
 
     # when
@@ -101,10 +127,10 @@ def test_match_leaves_a_token_to_compute(new_rig: RigMaker, cache_type: str, pag
 
 
 @every_type
-def test_reset_forgets_everything_and_refuses_what_is_from_before(new_rig: RigMaker, cache_type: str) -> None:
+def test_reset_forgets_everything_and_refuses_what_is_from_before(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 7."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     receipt = rig.cache.lock(rig.store(range(16)))
 
     # when
@@ -113,6 +139,7 @@ def test_reset_forgets_everything_and_refuses_what_is_from_before(new_rig: RigMa
 
     # then
     assert (sizes(rig.cache), rig.matched(range(17)), rig.cache.num_nodes) == ((0, 0), 0, 0)
+    assert part_sizes(rig.cache) == (0, 0, 0, 0)
     with pytest.raises(StaleHandleError):
         rig.cache.unlock(receipt)
 
@@ -126,10 +153,10 @@ def test_reset_forgets_everything_and_refuses_what_is_from_before(new_rig: RigMa
 
 @every_type
 @pytest.mark.parametrize("first_call", ["match", "probe", "evict", "sizes", "flush", "page ids"])
-def test_pages_of_a_pool_that_is_gone_are_never_served(new_rig: RigMaker, cache_type: str, first_call: str) -> None:
+def test_pages_of_a_pool_that_is_gone_are_never_served(new_rig: RigMaker, kind: Kind, first_call: str) -> None:
     """Nobody has to tell the cache: the identity of the pool does."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     receipt = rig.cache.lock(rig.store(range(16)))
     cache = rig.cache
     calls: dict[str, Callable[[], object]] = {
@@ -152,10 +179,10 @@ def test_pages_of_a_pool_that_is_gone_are_never_served(new_rig: RigMaker, cache_
 
 
 @every_type
-def test_a_receipt_is_good_once(new_rig: RigMaker, cache_type: str) -> None:
+def test_a_receipt_is_good_once(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 4, H04."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     kept = rig.cache.lock(rig.store(range(16)))
     receipt = rig.cache.lock(rig.cache.match(key_of(range(17))))
     rig.cache.unlock(receipt)
@@ -170,12 +197,10 @@ def test_a_receipt_is_good_once(new_rig: RigMaker, cache_type: str) -> None:
 
 @every_type
 @pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_unfinished_longer_finished_leaves_the_ledger_balanced(
-    new_rig: RigMaker, cache_type: str, page_size: int
-) -> None:
+def test_unfinished_longer_finished_leaves_the_ledger_balanced(new_rig: RigMaker, kind: Kind, page_size: int) -> None:
     """Behaviours 3 and 8: two requests publish the same prompt step by step; every duplicate is freed once."""
     # given
-    rig = new_rig(cache_type, page_size=page_size, num_pages=1000)
+    rig = new_rig(kind, page_size=page_size, num_pages=1000)
     tokens = np.arange(3 * 128 + 5, dtype=np.int32)
     port = rig.allocator.port
 
@@ -185,7 +210,7 @@ def test_unfinished_longer_finished_leaves_the_ledger_balanced(
         for length in (128, 200, tokens.size):
             # when: computed so far, published, the duplicates replaced by the cache's pages
             own = np.concatenate([own, rig.take(-(-length // page_size) - own.size)])
-            result = rig.cache.insert(key_of(tokens[:length]), own)
+            result = rig.publish(key_of(tokens[:length]), own)
             published = result.pages.size
             fresh, cached = own[shared:published], result.pages[shared:published]
             port.free(fresh[fresh != cached])
@@ -207,10 +232,10 @@ def test_unfinished_longer_finished_leaves_the_ledger_balanced(
 
 
 @every_type
-def test_a_retracted_request_leaves_only_the_shared_prefix(new_rig: RigMaker, cache_type: str) -> None:
+def test_a_retracted_request_leaves_only_the_shared_prefix(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 9: nothing published; its own pages are freed and the prefix it read is as it was."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     rig.store(range(16))
     before = sizes(rig.cache)
     found = rig.cache.match(key_of(range(40)))
@@ -228,9 +253,9 @@ def test_a_retracted_request_leaves_only_the_shared_prefix(new_rig: RigMaker, ca
 
 @every_type
 @pytest.mark.parametrize("num_pages", [0, -1, -100])
-def test_evicting_nothing_changes_nothing(new_rig: RigMaker, cache_type: str, num_pages: int) -> None:
+def test_evicting_nothing_changes_nothing(new_rig: RigMaker, kind: Kind, num_pages: int) -> None:
     """H33."""
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     rig.store(range(16))
     before = sizes(rig.cache)
     assert rig.cache.evict(num_pages) == 0
@@ -238,10 +263,10 @@ def test_evicting_nothing_changes_nothing(new_rig: RigMaker, cache_type: str, nu
 
 
 @every_type
-def test_probing_changes_nothing_at_all(new_rig: RigMaker, cache_type: str) -> None:
+def test_probing_changes_nothing_at_all(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 15, peers' fault 13: not a node, not the order in which pages will leave."""
     # given two equal caches
-    rigs = [new_rig(cache_type), new_rig(cache_type)]
+    rigs = [new_rig(kind), new_rig(kind)]
     for rig in rigs:
         for start in (0, 50, 100):
             rig.store(range(start, start + 16))
@@ -257,9 +282,56 @@ def test_probing_changes_nothing_at_all(new_rig: RigMaker, cache_type: str) -> N
 
 
 @every_type
-def test_every_type_explains_a_miss_and_tells_its_prefixes(new_rig: RigMaker, cache_type: str) -> None:
+@pytest.mark.parametrize("count", [0, -1, -100])
+def test_evicting_no_window_pages_and_no_snapshots_changes_nothing(new_rig: RigMaker, kind: Kind, count: int) -> None:
+    """H33, for the other pools."""
+    rig = new_rig(kind)
+    rig.store(range(16))
+    before = part_sizes(rig.cache)
+    assert (rig.cache.evict_window(count), rig.cache.evict_states(count)) == (0, 0)
+    assert part_sizes(rig.cache) == before
+
+
+@every_type
+def test_evicting_the_parts_of_everything_leaves_nothing_that_no_match_could_use(new_rig: RigMaker, kind: Kind) -> None:
+    """What is freed is what was counted, in each pool."""
+    # given a chain and a branch
+    rig = new_rig(kind)
+    for tokens in (range(16), range(24), [*range(16), *range(50, 58)]):
+        rig.store(tokens)
+    windows, states = rig.cache.evictable_window_pages, rig.cache.evictable_states
+
+    # when
+    assert rig.cache.evict_window(1000) == windows
+    assert rig.cache.evict_states(1000) == (0 if windows else states)
+
+    # then
+    assert part_sizes(rig.cache) == (0, 0, 0, 0)
+    assert (rig.cache.num_nodes == 0) == (not rig.cache.reuses_prefixes or rig.has_window or rig.has_states)
+
+
+@every_type
+def test_a_window_can_be_given_up_before_the_rest_of_a_lock(new_rig: RigMaker, kind: Kind) -> None:
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
+    receipt = rig.cache.lock(rig.store(range(16)))
+    protected = rig.cache.protected_pages
+
+    # when, twice
+    rig.cache.unlock_window(receipt)
+    rig.cache.unlock_window(receipt)
+
+    # then
+    assert (rig.cache.evict(100), rig.cache.protected_pages) == (0, protected)
+    assert rig.cache.protected_window_pages == 0
+    rig.cache.unlock(receipt)
+    assert sizes(rig.cache) == (protected, 0)
+
+
+@every_type
+def test_every_type_explains_a_miss_and_tells_its_prefixes(new_rig: RigMaker, kind: Kind) -> None:
+    # given
+    rig = new_rig(kind)
     rig.store(range(16))
     reuses = rig.cache.reuses_prefixes
 
@@ -269,24 +341,24 @@ def test_every_type_explains_a_miss_and_tells_its_prefixes(new_rig: RigMaker, ca
 
     # then
     assert reasons == (["short", "whole", "ends"] if reuses else ["no_reuse"] * 3)
-    assert [each.num_tokens for each in prefixes] == ([16] if reuses else [])
+    assert max((each.num_tokens for each in prefixes), default=0) == (16 if reuses else 0)
 
 
 @every_type
 @pytest.mark.parametrize("length", [0, 1, 3])
-def test_less_than_a_page_is_never_published(new_rig: RigMaker, cache_type: str, length: int) -> None:
+def test_less_than_a_page_is_never_published(new_rig: RigMaker, kind: Kind, length: int) -> None:
     """Behaviour 2."""
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     result = rig.store(range(length))
     assert (result.num_tokens, result.pages.size, result.duplicates) == (0, 0, ())
     rig.cache.unlock(rig.cache.lock(result))
 
 
 @reusing_types
-def test_a_match_returns_the_stored_pages_and_no_more(new_rig: RigMaker, cache_type: str) -> None:
+def test_a_match_returns_the_stored_pages_and_no_more(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 1."""
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     stored = rig.store(range(16)).pages
 
     # then: a longer query, a shorter one, one that differs in its third page
@@ -300,30 +372,30 @@ def test_a_match_returns_the_stored_pages_and_no_more(new_rig: RigMaker, cache_t
 
 @reusing_types
 @pytest.mark.parametrize("differs_at", range(16))
-def test_a_difference_inside_a_page_cuts_at_that_page(new_rig: RigMaker, cache_type: str, differs_at: int) -> None:
+def test_a_difference_inside_a_page_cuts_at_that_page(new_rig: RigMaker, kind: Kind, differs_at: int) -> None:
     """Behaviour 2."""
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     rig.store(range(16))
     query = [*range(differs_at), 77, *range(differs_at + 1, 20)]
     assert rig.matched(query) == differs_at // 4 * 4
 
 
 @reusing_types
-def test_what_is_not_a_whole_page_stays_the_requests(new_rig: RigMaker, cache_type: str) -> None:
+def test_what_is_not_a_whole_page_stays_the_requests(new_rig: RigMaker, kind: Kind) -> None:
     """Peers' fault 10: six tokens at page 4 publish one page."""
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     own = rig.take(2)
-    result = rig.cache.insert(key_of(range(6)), own)
+    result = rig.publish(key_of(range(6)), own)
     assert (result.num_tokens, result.pages.tolist()) == (4, own[:1].tolist())
     rig.check(held_by_requests=own[1:])
     rig.allocator.port.free(own[1:])
 
 
 @reusing_types
-def test_evict_never_takes_a_locked_prefix(new_rig: RigMaker, cache_type: str) -> None:
+def test_evict_never_takes_a_locked_prefix(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 4, H04: a locked leaf protects its whole path, and nothing beyond it."""
     # given a chain of two, and a branch
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     first = rig.store(range(8))
     leaf = rig.store(range(16))
     rig.store([*range(8), 50, 51, 52, 53])
@@ -345,9 +417,9 @@ def test_evict_never_takes_a_locked_prefix(new_rig: RigMaker, cache_type: str) -
 
 
 @reusing_types
-def test_sizes_move_only_with_the_first_lock_and_the_last_unlock(new_rig: RigMaker, cache_type: str) -> None:
+def test_sizes_move_only_with_the_first_lock_and_the_last_unlock(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 4."""
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     stored = rig.store(range(16))
     receipts = [rig.cache.lock(stored) for _ in range(3)]
     seen = [sizes(rig.cache)]
@@ -358,10 +430,10 @@ def test_sizes_move_only_with_the_first_lock_and_the_last_unlock(new_rig: RigMak
 
 
 @reusing_types
-def test_the_least_recently_used_leaves_first_and_a_leaf_before_its_parent(new_rig: RigMaker, cache_type: str) -> None:
+def test_the_least_recently_used_leaves_first_and_a_leaf_before_its_parent(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 5; the count returned is the count freed."""
     # given a parent with two children, the first of which is used again, and a newer stranger
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     parent = rig.store(range(4)).pages.tolist()
     used_again = rig.store([0, 1, 2, 3, 10, 11, 12, 13]).pages.tolist()[1:]
     old = rig.store([0, 1, 2, 3, 20, 21, 22, 23]).pages.tolist()[1:]
@@ -373,10 +445,10 @@ def test_the_least_recently_used_leaves_first_and_a_leaf_before_its_parent(new_r
 
 
 @reusing_types
-def test_namespaces_share_nothing(new_rig: RigMaker, cache_type: str) -> None:
+def test_namespaces_share_nothing(new_rig: RigMaker, kind: Kind) -> None:
     """Behaviour 6, H12, H29, peers' fault 8: a hit needs equal fields, each in its own place."""
     # given
-    rig = new_rig(cache_type, num_pages=4 * len(NAMESPACES))
+    rig = new_rig(kind, num_pages=4 * len(NAMESPACES))
     assert len(set(NAMESPACES)) == len(NAMESPACES)
 
     # when the same tokens are stored in each, nothing of the others is hit
@@ -396,9 +468,9 @@ def test_namespaces_share_nothing(new_rig: RigMaker, cache_type: str) -> None:
     ("one", "other"), [*permutations([DEFAULT_NAMESPACE, Namespace(salt=""), Namespace(dp_rank=1)], 2)]
 )
 def test_evicting_one_namespace_leaves_the_other(
-    new_rig: RigMaker, cache_type: str, one: Namespace, other: Namespace
+    new_rig: RigMaker, kind: Kind, one: Namespace, other: Namespace
 ) -> None:
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     rig.store(range(16), one)
     rig.store(range(16), other)
     assert rig.cache.evict(4) == 4
@@ -406,9 +478,9 @@ def test_evicting_one_namespace_leaves_the_other(
 
 
 @reusing_types
-def test_flush_empties_the_cache_or_refuses_while_a_page_is_locked(new_rig: RigMaker, cache_type: str) -> None:
+def test_flush_empties_the_cache_or_refuses_while_a_page_is_locked(new_rig: RigMaker, kind: Kind) -> None:
     # given
-    rig = new_rig(cache_type)
+    rig = new_rig(kind)
     stored = rig.store(range(16))
     receipt = rig.cache.lock(stored)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pytest_mock import MockerFixture
 
-from app.caches.tree import core
+from app.caches.tree import telling
 from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey, page_hashes
 from app.observability.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventRecorder, KvEventReplica
 from tests.support.tree_model import CacheRig, key_of
@@ -168,7 +168,7 @@ def test_a_listener_that_joined_late_never_believes_too_much(rig: CacheRig, reco
 
 def test_nothing_is_hashed_while_nobody_listens(mocker: MockerFixture) -> None:
     # given
-    hashing = mocker.spy(core, "page_hashes")
+    hashing = mocker.spy(telling, "page_hashes")
     rig = CacheRig("radix_cache")
 
     # when

@@ -1,0 +1,61 @@
+"""Which ids of one pool a tree holds: the guard against an id in two places, which one would free and another read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.errors import ForeignPageError, OwnershipError
+
+
+class OwnedIds:
+    """A bitmap over the ids 1..capacity. What a call costs depends on the ids named, not on the size of the pool."""
+
+    __slots__ = ("_kind", "_owned")
+
+    def __init__(self, capacity: int, kind: str) -> None:
+        """`kind`: what the ids name, in words for an error: "page"."""
+        self._owned = np.zeros(capacity + 1, np.bool_)
+        self._owned[0] = True  # padding, or the state of no tokens: nobody's, never to be adopted
+        self._kind = kind
+
+    def refuse(self, ids: np.ndarray) -> None:
+        """OwnershipError if one of `ids`, (n,) int32, is here already, twice, or of another pool. Changes nothing."""
+        self._free_index(ids)
+        if ids.size == 1:
+            return
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if twice.size:
+            raise OwnershipError(pages=tuple(twice.tolist()), reason=f"{self._kind}: given for two places")
+
+    def claim(self, ids: np.ndarray) -> None:
+        """`ids` are the tree's from now on. OwnershipError and no change if one of them was already."""
+        self._owned[self._free_index(ids)] = True
+
+    def add(self, ids: np.ndarray) -> None:
+        """`ids`, refused before by nobody, are the tree's from now on."""
+        self._owned[ids.astype(np.intp)] = True
+
+    def release(self, ids: np.ndarray) -> None:
+        """`ids` are the tree's no more."""
+        self._owned[ids.astype(np.intp)] = False
+
+    def clear(self) -> None:
+        """None is. O(capacity)."""
+        self._owned[1:] = False
+
+    def ids(self) -> np.ndarray:
+        """(n,) the ids held, ascending. O(capacity); for checks."""
+        return np.flatnonzero(self._owned[1:]) + 1
+
+    def _free_index(self, ids: np.ndarray) -> np.ndarray:
+        index = ids.astype(np.intp)  # once: numpy would do it for each use
+        try:
+            taken = self._owned.take(index)
+        except IndexError:
+            raise ForeignPageError(pages=tuple(ids.tolist()), capacity=self._owned.size - 1) from None
+        if b"\x01" in taken.tobytes():  # quicker than any()
+            raise OwnershipError(
+                pages=tuple(ids[taken].tolist()), reason=f"{self._kind}: cached already under other tokens, or padding"
+            )
+        return index
