@@ -117,6 +117,10 @@ class ComponentModel(ListModel):
     # -- locks
 
     def lock_found(self, namespace: Namespace, path: Path) -> int:
+        if self.window is not None and path:
+            start = self._needed(len(path)).start
+            if any(node.first < start < len(node.path) for node in self._on_path(namespace, path)):
+                self._split_with_parts(namespace, path[:start])
         number = self.lock(namespace, path)
         first = None
         if self.window is not None and path:

@@ -111,8 +111,8 @@ class TreeCore:
     def lock(self, found: MatchResult | InsertResult) -> LockReceipt:
         """Keep its node, all above it, and of each component what the prefix needs; an empty match keeps nothing.
 
-        O(nodes not locked yet, and nodes that hold what is needed). StaleHandleError if any of it was evicted, or is
-        from before a reset.
+        May split one node for each component. O(nodes not locked yet, and nodes that hold what is needed).
+        StaleHandleError if any of it was evicted, or is from before a reset.
         """
         node = found.node
         if node is None:
@@ -125,6 +125,8 @@ class TreeCore:
                 raise StaleHandleError(
                     what="match of", held=f"evicted {component.kind}", current=f"epoch {self.receipts.epoch}"
                 )
+        for component in self.components:
+            component.isolate(node, self._split)
         self._pin(node)
         receipt = self.receipts.issue(node)
         for component in self.components:

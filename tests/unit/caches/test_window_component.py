@@ -185,27 +185,28 @@ def test_a_window_that_is_given_up_early_can_be_evicted_and_the_rest_stays_locke
 
 
 def test_locked_windows_outlive_splits_and_are_released_whole(rig: CacheRig) -> None:
-    """The lock holds whole nodes; where they are cut later, both halves stay held until the same receipt is back."""
+    """The lock holds the window's pages and no more; where they are split later, all stay held until it is released."""
     # given a lock whose window begins inside a node
     publish(rig, range(24))
     publish(rig, range(28))
     receipts = [rig.cache.lock(rig.cache.match(key_of(range(29))))]
-    assert window_sizes(rig) == (0, 7)
+    assert window_sizes(rig) == (5, 2)
 
-    # when that node is split, before the window and inside it, with another lock in between
-    rig.matched(range(9))
+    # when what it holds is split, and another lock begins before it
+    rig.matched(range(25))
     receipts.append(rig.cache.lock(rig.cache.match(key_of(range(17)))))
     rig.matched(range(13))
-    rig.matched(range(21))
     rig.check()
+    assert window_sizes(rig) == (3, 4)
 
     # then
-    assert rig.cache.evict_window(100) == 0
+    assert rig.cache.evict_window(100) == 3
+    rig.check()
     rig.cache.unlock(receipts[0])
     rig.check()
-    assert window_sizes(rig) == (5, 2)
+    assert window_sizes(rig) == (2, 2)
     rig.cache.unlock(receipts[1])
-    assert window_sizes(rig) == (7, 0)
+    assert window_sizes(rig) == (4, 0)
 
 
 @pytest.mark.parametrize("came_back", [False, True], ids=["gone", "other pages in its place"])

@@ -56,6 +56,13 @@ class WindowComponent(TreeComponent):
             start = end
         return verdicts
 
+    def isolate(self, node: TreeNode, split: Split) -> None:
+        first_page = first_needed_page(node.end, self.window, self.page_size)
+        for at in upwards(node, self.reach(node)):
+            before = first_page - at.start // self.page_size
+            if before > 0:
+                split(at, before)
+
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         part = self.parts.get(lower)
         if part is None:
