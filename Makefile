@@ -18,11 +18,13 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --qui
 
 AIPERF_VENV := .venv-aiperf
 
-# The TPU compiler is 700 MB that nothing else needs. Where it cannot be had, only what needs it is skipped.
+# The TPU compiler is 700 MB that nothing else needs. Where it cannot be had, only what needs it is skipped; any other
+# failure to install it is one.
 TPU_VENV    := .venv-tpu
 TPU_LOG     := $(TPU_VENV)/install.log
-TPU_SKIPPED := grep -q 'DO NOT MATCH THE HASHES' $(TPU_LOG) && exit 1; \
-  echo "SKIPPED: the TPU compiler cannot be installed: $$(grep -E 'ERROR|rror:' $(TPU_LOG) | tail -n 1)"
+TPU_SKIPPED := grep -qsE 'No matching distribution found|ERROR: .*HTTPS?ConnectionPool' $(TPU_LOG) || exit 1; \
+  echo "SKIPPED: the TPU compiler cannot be had here; $(TPU_LOG) says why:" \
+    "$$(grep -oE -m 1 '\[Errno [^]]*\][A-Za-z ]*|ERROR: .*' $(TPU_LOG))"
 
 APP_DEPS  := $(STAMPS)/app
 TEST_DEPS := $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS)
@@ -143,7 +145,7 @@ $(AIPERF_VENV)/.stamp: tests/aiperf/requirements.txt $(STAMPS)/venv
 	@touch $@
 
 $(TPU_VENV)/.stamp: requirements/tpu.txt requirements/dev.txt requirements/build.txt $(STAMPS)/venv
-	@test -x $(TPU_VENV)/bin/python || $(BIN)/python -m venv $(TPU_VENV)
+	@$(TPU_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(TPU_VENV)
 	@echo "installing the packages of requirements/tpu.txt into $(TPU_VENV) (220 MB to download, 1.5 GB installed)"
 	@$(TPU_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes \
 	  -r requirements/tpu.txt -r requirements/dev.txt -r requirements/build.txt >$(TPU_LOG) 2>&1 || \

@@ -20,7 +20,7 @@ from app.config.server_args import ServerArgs
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
 from app.models.checkpoint import Progress
-from app.providers import device, hybrid, model, sizing
+from app.providers import device, free_memory, hybrid, model, sizing, step_memory
 from app.providers.cache_arms import cache_arms
 from app.providers.lifecycle import Lifecycle, LocalRuntimeResource
 from app.runtime.local import new_identity
@@ -70,15 +70,28 @@ class Container(containers.DeclarativeContainer):
     bytes_a_page = Once(hybrid.bytes_a_page, server_args, model_config, page_spec, window_page, one_snapshot)
     memory_bytes = Once(model.memory_bytes, platform, tp_size)
     pool_room = Once(sizing.pool_room, platform)
-    pool_size = Once(sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room)
-    pool_spec = Once(sizing.with_pages, page_spec, pool_size)
     scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
+    step_bytes = Once(step_memory.step_bytes, server_args, model_config, scheduler_limits, dtype)
+    pool_size = Once(
+        sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room, step_bytes
+    )
+    pool_spec = Once(sizing.with_pages, page_spec, pool_size)
     window_spec = Once(
         hybrid.window_spec, server_args, model_config, window_page, pool_size, scheduler_limits.provided.chunk_tokens
     )
     state_spec = Once(hybrid.state_spec, server_args, model_config, one_snapshot, pool_size)
     hybrid_spec = Once(hybrid.hybrid_spec, pool_spec, window_spec, state_spec)
     device_pool = Once(device.device_pool, pool_spec, hybrid_spec, mesh, attention, model_config)
+    free_bytes = Once(free_memory.free_memory, mesh)  # a function: what is free when it is called
+    room_check = Once(
+        free_memory.RoomCheck,
+        args=server_args,
+        pool_bytes=Once(hybrid.pool_bytes, pool_spec, window_spec, state_spec),
+        bytes_a_page=bytes_a_page,
+        step_bytes=step_bytes,
+        mem_fraction=Once(sizing.mem_fraction, server_args, pool_room),
+        free_bytes=free_bytes,
+    )
     identity = Once(new_identity)
     token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, identity)
     window_allocator = Once(hybrid.window_allocator, window_spec, identity)
@@ -117,6 +130,7 @@ class Container(containers.DeclarativeContainer):
         window=window_pages,
         states=Once(hybrid.state_slots, state_allocator),
         running_states=Once(hybrid.running_states, state_spec, device_pool),
+        check_room=room_check,
     )
 
     # The control side

@@ -98,15 +98,21 @@ def open_container(server_args: ServerArgs, prepare: Callable[[Container], objec
 
 @contextlib.contextmanager
 def open_engine(server_args: ServerArgs) -> Iterator[Engine]:
-    """An engine that is ready to answer: model loaded. Programs are compiled, or read back, when first needed."""
+    """An engine that is ready to answer: model loaded. Programs that --warmup did not compile are when first needed."""
     with open_container(server_args, _make_ready) as container:
         yield ContainerEngine(container)
 
 
 def _make_ready(container: Container) -> None:
-    """Load the model; say what may surprise."""
+    """Load the model; say what may surprise; compile what was asked for."""
+    from app.providers.warmup import level_of_batch, warm_up
+
     container.scheduler()
     announce_settings(container)
+    tell, level = container.progress(), level_of_batch(container.server_args().warmup)
+    for step in warm_up(container.runtime(), level, container.scheduler_limits()):
+        if tell is not None:
+            tell(*step)
 
 
 def announce_settings(container: Container) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from app.commands.engine import announce_settings, open_container
 from app.commands.nodes.joining import refuse_several_nodes
+from app.commands.progress import progress_bar
 from app.config.http_args import HttpArgs
 from app.config.server_args import ServerArgs
 
@@ -41,7 +43,14 @@ def run(args: ServeArgs) -> int:
 
     with listen(args.http.host, args.http.port) as listening, open_container(args.server, prepare):
         [assembled] = parts
-        return run(assembled, args.http, listening, lambda url: print(_ready(url, assembled, args.http), flush=True))
+        with contextlib.ExitStack() as waiting:
+            told = waiting.enter_context(progress_bar())
+
+            def ready(url: str) -> None:
+                waiting.close()
+                print(_ready(url, assembled, args.http), flush=True)
+
+            return run(assembled, args.http, listening, ready, told)
 
 
 def _ready(url: str, parts: Parts, args: HttpArgs) -> str:

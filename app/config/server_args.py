@@ -17,6 +17,8 @@ DisaggregationMode = Literal["null", "prefill", "decode"]
 DType = Literal["auto", "float32", "bfloat16"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 Device = Literal["auto", "cpu", "tpu"]
+WarmupLevel = Literal["none", "decode", "all"]
+Warmup = Literal["auto", WarmupLevel]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 EvictionPolicy = Literal["lru"]
@@ -96,6 +98,12 @@ class ServerArgs:
 
     device: Device = "auto"
     """Where the model runs; auto takes a TPU if there is one."""
+
+    mem_fraction_static: float | None = None
+    """Part of the memory that weights, KV pool and a step may take together; by default 0.9 on TPU and 0.7 on CPU."""
+
+    warmup: Warmup = "auto"
+    """What is compiled before requests are taken: nothing, decode steps or all; auto is decode for `serve` on TPU."""
 
     check_invariants: bool = False
     """Check every invariant after every step; slow, for tests and debugging."""
@@ -213,6 +221,11 @@ def _whole_or_none(field: str, low: int, high: int) -> _Rule:
     return rule._replace(accepts=lambda value: value is None or rule.accepts(value))
 
 
+def _fraction_or_none(field: str) -> _Rule:
+    # A whole number is no fraction, True least of all.
+    return _Rule(field, lambda value: value is None or (type(value) is float and 0 < value < 1), "between 0 and 1")
+
+
 def _address_or_none(field: str) -> _Rule:
     allowed = f"HOST:PORT, with a port from 1 to {MAX_PORT - 1}"
     return _Rule(field, lambda value: value is None or _is_address(value), allowed)
@@ -256,6 +269,8 @@ _RULES: tuple[_Rule, ...] = (
     _one_of("schedule_policy", SchedulePolicy),
     _whole("random_seed", 0, 2**32 - 1),
     _one_of("device", Device),
+    _fraction_or_none("mem_fraction_static"),
+    _one_of("warmup", Warmup),
     _switch("check_invariants"),
     _one_of("log_level", LogLevel),
     _one_of("log_format", LogFormat),

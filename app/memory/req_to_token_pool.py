@@ -9,6 +9,7 @@ one packed delta per executed step, in dispatch order, so that a step already di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,6 +141,13 @@ class ReqToTokenPool:
         cells = merged_cells([(delta.rows, delta.columns, delta.pages) for delta in deltas])
         if cells.shape[1]:
             self._device = scatter_cells(self._device, cells)
+
+    def deltas_of_every_size(self) -> Iterator[TableDelta]:
+        """One for each program that `apply` may dispatch. Their cells lie beyond the table: they change nothing."""
+        size = _SMALLEST_DELTA
+        while size < 2 * max(self.num_rows * self.max_pages, _SMALLEST_DELTA):
+            yield TableDelta(np.full(size, self.num_rows, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32))
+            size *= 2
 
     def row_pages(self, slot: int) -> np.ndarray:
         """(n,) int32, the pages that the row reads."""

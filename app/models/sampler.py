@@ -219,18 +219,19 @@ class PenaltyTables:
     """Owner of the PenaltyArrays of `num_rows` request rows: 9 bytes a row and token id, allocated on first use.
 
     A row's content means nothing until `set_row`; batches name only rows that were set since their request began.
-    Not thread-safe: one thread dispatches.
+    Every device of `mesh` holds them whole. Not thread-safe: one thread dispatches.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self._shape = (num_rows, vocab_size)
+    def __init__(self, num_rows: int, vocab_size: int, mesh: Mesh) -> None:
+        self._abstract = _abstract_tables(num_rows, vocab_size, mesh)
         self._arrays: PenaltyArrays | None = None
 
     def arrays(self) -> PenaltyArrays:
         """The tables, for the PenaltyRows of one dispatch. Dead after the next `set_row` or `record`: ask again."""
         if self._arrays is None:
-            types = (jnp.int32, jnp.bool_, jnp.float32)
-            self._arrays = PenaltyArrays(*(jnp.zeros(self._shape, dtype) for dtype in types))
+            self._arrays = jax.tree.map(
+                lambda table: jnp.zeros(table.shape, table.dtype, device=table.sharding), self._abstract
+            )
         return self._arrays
 
     def set_row(self, slot: int, output_counts: np.ndarray, prompt_seen: np.ndarray, bias: np.ndarray) -> None:
@@ -276,14 +277,18 @@ def _count(counts: jax.Array, slots: jax.Array, token_ids: jax.Array) -> jax.Arr
     return counts.at[slots, token_ids].add(1, mode="drop")
 
 
+def _abstract_tables(num_rows: int, vocab_size: int, mesh: Mesh) -> PenaltyArrays:
+    types = (jnp.int32, jnp.bool_, jnp.float32)
+    return PenaltyArrays(*(replicated(mesh, (num_rows, vocab_size), dtype) for dtype in types))
+
+
 def sampler_programs(*, num_rows: int, batch: int, vocab_size: int, mesh: Mesh) -> list[Program]:
     """`sample` at its cheapest and at its dearest, and what penalties add, for `batch` of `num_rows` rows."""
     logits = replicated(mesh, (batch, vocab_size), jnp.float32)
     rows = jax.tree.map(lambda column: from_host(column.shape, column.dtype), greedy_rows(batch))
     slots, column = from_host((batch,), jnp.int32), from_host((batch,), jnp.float32)
-    types = (jnp.int32, jnp.bool_, jnp.float32)
-    tables = PenaltyArrays(*(from_host((num_rows, vocab_size), dtype) for dtype in types))
-    row = tuple(from_host((vocab_size,), dtype) for dtype in types)
+    tables = _abstract_tables(num_rows, vocab_size, mesh)
+    row = tuple(from_host((vocab_size,), table.dtype) for table in tables)
     penalties = PenaltyRows(tables, slots, column, column, column)
     dearest = SamplingVariant(Choice.FILTERED, Logprobs.TOP)
     token_ids = replicated(mesh, (batch,), jnp.int32)

@@ -80,6 +80,16 @@ def state_spec(args: ServerArgs, model: ModelConfig, state: StateSpec | None, nu
     return replace(state, num_snapshots=num_snapshots)
 
 
+def pool_bytes(spec: PoolSpec, window: PoolSpec | None, states: StateSpec | None) -> int:
+    """Of all pools of the device, padding pages and running states too, over all ranks."""
+    total = (spec.num_pages + 1) * spec.page_bytes
+    if window is not None:
+        total += (window.num_pages + 1) * window.page_bytes
+    if states is not None:
+        total += states.num_slots * states.slot_bytes
+    return total
+
+
 def window_allocator(spec: PoolSpec | None, identity: CacheIdentity) -> PagedTokenToKVPoolAllocator | None:
     return None if spec is None else PagedTokenToKVPoolAllocator(spec.num_pages, spec.page_size, identity)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from dependency_injector import resources
 
@@ -12,7 +13,8 @@ from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
-from app.runtime.local import LocalRuntime, OwnedPool
+from app.runtime.local import LocalRuntime
+from app.runtime.pools import OwnedPool
 from app.runtime.row_sampling import RowSampling
 from app.runtime.running_states import RunningStates
 
@@ -62,6 +64,7 @@ class LocalRuntimeResource(resources.Resource[LocalRuntime]):
         window: WindowPagePool | None,
         states: StateSlots | None,
         running_states: RunningStates | None,
+        check_room: Callable[[], None],
     ) -> LocalRuntime:
         self._lifecycle = lifecycle
         return lifecycle.open(
@@ -74,6 +77,7 @@ class LocalRuntimeResource(resources.Resource[LocalRuntime]):
                 window=window,
                 states=states,
                 running_states=running_states,
+                check_room=check_room,
             )
         )
 

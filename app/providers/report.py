@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from app.config.checks import advice
-from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.containers import Container
-from app.models.families.table import num_parameters
 from app.providers.device import pool_layout
-from app.providers.sizing import snapshot_interval
-from app.runtime.dispatch import MIN_CHUNK, MIN_CONTEXT, MIN_ROWS, bucket
+from app.providers.sizing import pages_of_context, snapshot_interval, weight_bytes
+from app.providers.warmup import level_of_server, reachable_shapes, warmup_facts
 
 
 def engine_facts(container: Container) -> dict[str, Any]:
@@ -34,7 +32,8 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "attention_reason": attention.reason,
         "pool_layout": type(pool_layout(attention)).__name__,
         "dtype": dtype,
-        "weights_bytes": num_parameters(served) * (4 if dtype == "float32" else 2),
+        "weights_bytes": weight_bytes(served, dtype),
+        "step_bytes": container.step_bytes(),
         "context_length": served.context_length,
         "kv_cache_dtype": spec.dtype,
         "page_size": spec.page_size,
@@ -43,7 +42,7 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,  # with the padding page
         **_window_facts(container),
         **_state_facts(container),
-        **_buckets(args, served.context_length),
+        **_compiled(container),
         "warnings": advice(args, made_for, cache.name, pool_tokens),
     }
 
@@ -77,18 +76,14 @@ def _state_facts(container: Container) -> dict[str, Any]:
     }
 
 
-def _buckets(args: ServerArgs, context_length: int) -> dict[str, list[int]]:
-    """The sizes that programs are compiled for, each when it is first needed."""
-    chunk = context_length if args.chunked_prefill_size == CHUNKING_OFF else args.chunked_prefill_size
+def _compiled(container: Container) -> dict[str, list[int] | list[str]]:
+    """The sizes that programs are compiled for, and when."""
+    args, limits = container.server_args(), container.scheduler_limits()
+    max_pages = pages_of_context(container.model_config(), args.page_size)
+    shapes = reachable_shapes(args.page_size, max_pages, limits)
     return {
-        "buckets_rows": _powers_of_two(MIN_ROWS, args.max_running_requests),
-        "buckets_chunk_tokens": _powers_of_two(MIN_CHUNK, chunk),
-        "buckets_context_tokens": _powers_of_two(max(MIN_CONTEXT, args.page_size), context_length),
+        "buckets_rows": shapes.rows(),
+        "buckets_chunk_tokens": shapes.tokens(),
+        "buckets_context_tokens": [pages * args.page_size for pages in shapes.pages()],
+        **warmup_facts(level_of_server(args.warmup, container.platform()), shapes),
     }
-
-
-def _powers_of_two(smallest: int, largest: int) -> list[int]:
-    sizes = [bucket(smallest, 1)]
-    while sizes[-1] < largest:
-        sizes.append(2 * sizes[-1])
-    return sizes

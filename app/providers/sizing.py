@@ -23,15 +23,15 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 class PoolRoom:
     """How much of a platform's memory a pool takes that nobody gave a size."""
 
-    share: float  # of what the weights leave: the rest is for compiled programs, activations and whoever else is there
-    full_contexts: int | None = None  # no more than so many of the longest requests
+    mem_fraction: float  # for weights, pool and a step; the rest is for compiled programs and whoever else is there
+    full_contexts: int | None = None  # so many of the longest requests at most, if nobody gave a fraction
 
 
 _ROOM = {
     # More of the longest requests at once gain nothing on a CPU, and touching the memory takes time.
-    "cpu": PoolRoom(share=0.5, full_contexts=2),
+    "cpu": PoolRoom(mem_fraction=0.7, full_contexts=2),
     # tests/tpu compiles the step programs of real models beside a pool of this size.
-    "tpu": PoolRoom(share=0.85),
+    "tpu": PoolRoom(mem_fraction=0.9),
 }
 
 
@@ -99,33 +99,56 @@ def as_stored(page: PoolSpec, attention: AttentionChoice) -> PoolSpec:
     return replace(page, extra_kv_heads=attention.extra_kv_heads, extra_head_dim=attention.extra_head_dim)
 
 
-def pool_pages(
-    args: ServerArgs, model: ModelConfig, bytes_a_page: int, memory_bytes: int, dtype: str, room: PoolRoom
-) -> int:
-    """Pages of the pool: as asked, else what memory allows after the weights. ConfigError if that serves no request.
+def weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """Over all ranks."""
+    return num_parameters(model) * (4 if dtype == "float32" else 2)
 
-    bytes_a_page, memory_bytes: over all ranks; a page with all that it needs beside it.
+
+def mem_fraction(args: ServerArgs, room: PoolRoom) -> float:
+    """The part of the memory that weights, pool and a step may take: as asked, else the platform's.
+
+    All of it for a pool whose size was asked for.
     """
-    left = memory_bytes - num_parameters(model) * (4 if dtype == "float32" else 2)
+    if args.mem_fraction_static is not None:
+        return args.mem_fraction_static
+    return room.mem_fraction if args.max_total_tokens is None else 1.0
+
+
+def pool_pages(
+    args: ServerArgs,
+    model: ModelConfig,
+    bytes_a_page: int,
+    memory_bytes: int,
+    dtype: str,
+    room: PoolRoom,
+    step_bytes: int,
+) -> int:
+    """Pages of the pool: as asked, else what memory allows beside weights and a step. ConfigError if that serves no
+    request.
+
+    bytes_a_page, memory_bytes, step_bytes: over all ranks; a page with all that it needs beside it.
+    """
+    usable = int(memory_bytes * mem_fraction(args, room)) - weight_bytes(model, dtype) - step_bytes
+    fitting = max(usable // bytes_a_page - 1, 0)  # beside the padding page
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // args.page_size
-        if (pages + 1) * bytes_a_page > left:
+        if pages > fitting:
             raise ConfigError(
                 field="--max-total-tokens",
                 value=args.max_total_tokens,
-                allowed=f"at most {max(left // bytes_a_page - 1, 0) * args.page_size}: that many tokens of KV fit "
-                "the memory that the weights leave",
+                allowed=f"at most {fitting * args.page_size}: that many tokens of KV fit the memory that weights and "
+                "a step leave",
             )
         return pages
-    pages = int(left * room.share) // bytes_a_page
-    if room.full_contexts is not None:
+    pages = fitting
+    if room.full_contexts is not None and args.mem_fraction_static is None:
         pages = min(pages, room.full_contexts * model.context_length // args.page_size)
     if pages * args.page_size < model.context_length:
         raise ConfigError(
             field="--context-length",
             value=model.context_length,
-            allowed=f"memory holds {max(pages, 0) * args.page_size} tokens of KV beside the weights; ask for less, or "
-            "state --max-total-tokens",
+            allowed=f"memory holds {pages * args.page_size} tokens of KV beside weights and a step; ask for less, or "
+            "state --max-total-tokens or --mem-fraction-static",
         )
     return pages
 

@@ -15,9 +15,11 @@ from app.errors import ConfigError
 from app.models.layers.attention_choice import AttentionChoice
 from app.models.layers.flat_attentions import flat_attention
 from app.providers import sizing
-from app.runtime.dispatch import MIN_CHUNK, MIN_ROWS, bucket
+from app.providers.step_memory import penalty_table_bytes, step_bytes
+from app.runtime.buckets import MIN_CHUNK, MIN_ROWS, bucket
 from app.runtime.programs import StepSizes, step_programs
 from app.tpu.compiled import compile_facts
+from app.tpu.gate import broken_fit
 from app.tpu.program import Program
 from app.tpu.targets import Target, find_target
 
@@ -34,6 +36,8 @@ class TargetPlan:
     dtype: str
     attention: AttentionChoice
     spec: PoolSpec
+    step_bytes: int  # kept for a step, of one device
+    penalty_bytes: int  # of that, what stays for requests with penalties
     programs: tuple[Program, ...]
 
 
@@ -44,15 +48,23 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
     stored = sizing.pool_dtype(args, "tpu", dtype)
     attention = sizing.attention_choice(args, model, "tpu", stored, dtype)
     page = sizing.as_stored(sizing.page_spec(args, model, stored), attention)
-    memory = args.tp_size * target.memory_bytes
-    spec = sizing.with_pages(
-        page, sizing.pool_pages(args, model, page.page_bytes, memory, dtype, sizing.pool_room("tpu"))
-    )
+    memory, room = args.tp_size * target.memory_bytes, sizing.pool_room("tpu")
+    step = step_bytes(args, model, sizing.scheduler_limits(args, model), dtype)
+    num_pages = sizing.pool_pages(args, model, page.page_bytes, memory, dtype, room, step)
+    spec = sizing.with_pages(page, num_pages)
     mesh = target.mesh(args.tp_size)
     reads = flat_attention(attention.kind, spec, args.tp_size)
     programs = step_programs(model, mesh, spec, reads, dtype, _largest_step(args, model))
     return TargetPlan(
-        target=target, mesh=mesh, model=model, dtype=dtype, attention=attention, spec=spec, programs=tuple(programs)
+        target=target,
+        mesh=mesh,
+        model=model,
+        dtype=dtype,
+        attention=attention,
+        spec=spec,
+        step_bytes=step // args.tp_size,
+        penalty_bytes=penalty_table_bytes(args, model),
+        programs=tuple(programs),
     )
 
 
@@ -71,6 +83,8 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
         "pool_tokens": spec.num_pages * spec.page_size,
         "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,
         "context_length": model.context_length,
+        "step_bytes": plan.step_bytes,
+        "penalty_tables_bytes": plan.penalty_bytes,
         "full_contexts": spec.num_pages * spec.page_size // model.context_length,
     }
     for program in plan.programs:
@@ -80,7 +94,7 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
 
 
 def _step_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
-    """Of one device."""
+    """Of one device, with the penalty tables that it may hold beside the program's arguments."""
     try:
         compiled = compile_facts(program, plan.mesh)
     except JaxRuntimeError as error:
@@ -88,8 +102,10 @@ def _step_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
             field="--target", value=plan.target.name, allowed=f"what {program.name} compiles for: {error}"
         ) from error
     name = program.name
+    if broken := broken_fit(compiled, plan.target.memory_bytes, plan.penalty_bytes):
+        raise ConfigError(field="--target", value=plan.target.name, allowed=f"what this fits: {broken[0]}")
     return {
-        f"{name}_needs_bytes": compiled.total_bytes,
+        f"{name}_needs_bytes": compiled.total_bytes + plan.penalty_bytes,
         f"{name}_temporary_bytes": compiled.temp_bytes,
         f"{name}_sends": [f"{count} {kind}" for kind, count in sorted(compiled.collectives.items())],
         f"{name}_compiled_in": f"{compiled.seconds:.1f} s",

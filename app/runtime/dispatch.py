@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,21 +22,11 @@ from app.core.sliding_window import first_seen_page, pages_seen
 from app.memory.req_to_token_pool import ReqToTokenPool, TableDelta, gather_rows
 from app.memory.window_pages import WindowPagePool, window_rows
 from app.models.sampler import SampledTokens
+from app.runtime.buckets import Buckets
+from app.runtime.pools import LentPool
 from app.runtime.row_sampling import RowSampling, feed
 from app.runtime.running_states import RunningStates
 from app.tpu.program import Program, from_host, replicated
-
-MIN_ROWS = 2  # a program with one row writes its KV a hundred times slower on CPU
-MIN_CHUNK = 16
-MIN_CONTEXT = 128  # tokens that the smallest page-table bucket covers
-
-
-class LentPool(Protocol):
-    """The device pool as the dispatcher uses it."""
-
-    def take(self) -> Any: ...
-
-    def put(self, buffers: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +50,6 @@ class SectionResult:
     num_rows: int
 
 
-def bucket(count: int, smallest: int) -> int:
-    """The power of two, at least `smallest`, that holds `count`: few shapes, so few compiled programs."""
-    return max(smallest, 1 << max(count - 1, 0).bit_length())
-
-
 class StepDispatcher:
     def __init__(
         self,
@@ -73,7 +58,6 @@ class StepDispatcher:
         sampling: RowSampling,
         device_pool: LentPool,
         model_runner: ModelRunner,
-        page_size: int,
         window: WindowPagePool | None = None,
         states: RunningStates | None = None,
     ) -> None:
@@ -84,75 +68,74 @@ class StepDispatcher:
         self._sampling = sampling
         self._pool = device_pool
         self._runner = model_runner
-        self._page_size = page_size
 
-    def run(self, plan: BatchPlan, rows: StepRows, deltas: list[TableDelta]) -> list[SectionResult]:
+    def run(self, plan: BatchPlan, rows: StepRows, deltas: list[TableDelta], buckets: Buckets) -> list[SectionResult]:
         """Dispatch the plan. -> decode, then extend section.
 
         Whatever the device raises here leaves the pool's arrays lent: they are lost.
         """
-        self._rows.apply(deltas)
-        if self._window is not None:
-            self._window.apply(deltas)
+        self.update_tables(deltas)
         if self._states is not None:
             self._states.begin(rows.admitted, plan.admissions)
         sections = []
         num_decodes = plan.decode_slots.size
         if num_decodes:
-            sections.append(self._decode(plan))
+            sections.append(self._decode(plan, buckets))
         if rows.slots.size > num_decodes:
-            sections.append(self._extend(plan, rows.slots[num_decodes:]))
+            sections.append(self._extend(plan, rows.slots[num_decodes:], buckets))
         if self._states is not None:
             self._states.keep(rows.slots, rows.snapshot_slots)
         return sections
 
-    def _decode(self, plan: BatchPlan) -> SectionResult:
+    def update_tables(self, deltas: list[TableDelta]) -> None:
+        """Bring the page tables on the device up to date."""
+        self._rows.apply(deltas)
+        if self._window is not None:
+            self._window.apply(deltas)
+
+    def _decode(self, plan: BatchPlan, buckets: Buckets) -> SectionResult:
         slots, lengths = plan.decode_slots, plan.decode_positions + 1
-        size = bucket(slots.size, MIN_ROWS)
+        size = buckets.rows(slots.size)
         padded_slots = _padded(slots, size)
         inputs = DecodeInputs(
             token_ids=feed(self._sampling.last_tokens(), padded_slots),
             lengths=_padded(lengths, size),
-            page_table=self._page_table(padded_slots, int(lengths.max())),
-            window=self._window_pages(padded_slots, plan.decode_positions, plan.decode_positions + 1),
+            page_table=self._page_table(padded_slots, buckets.pages(int(lengths.max()))),
+            window=self._window_pages(padded_slots, plan.decode_positions, 1),
             state_slots=self._state_slots(slots, size),
         )
         logits = self._with_pool(self._runner.decode, inputs)
         everyone = np.ones(slots.size, np.bool_)
         return SectionResult(self._sampling.choose(logits, slots, lengths, everyone), slots.size)
 
-    def _extend(self, plan: BatchPlan, slots: np.ndarray) -> SectionResult:
+    def _extend(self, plan: BatchPlan, slots: np.ndarray, buckets: Buckets) -> SectionResult:
         lengths, starts = plan.extend_lengths, plan.extend_starts
-        size = bucket(slots.size, MIN_ROWS)
+        size, chunk = buckets.rows(slots.size), buckets.chunk(int(lengths.max()))
         padded_slots = _padded(slots, size)
         inputs = ExtendInputs(
-            token_ids=_padded(plan.extend_token_ids, bucket(plan.extend_token_ids.size, MIN_CHUNK)),
+            token_ids=_padded(plan.extend_token_ids, buckets.tokens(plan.extend_token_ids.size)),
             chunk_starts=_padded(np.cumsum(lengths, dtype=np.int32) - lengths, size),
             chunk_lengths=_padded(lengths, size),
             prefix_lengths=_padded(starts, size),
-            page_table=self._page_table(padded_slots, int((starts + lengths).max())),
-            max_chunk=bucket(int(lengths.max()), MIN_CHUNK),
-            window=self._window_pages(padded_slots, starts, starts + lengths),
+            page_table=self._page_table(padded_slots, buckets.pages(int((starts + lengths).max()))),
+            max_chunk=chunk,
+            window=self._window_pages(padded_slots, starts, chunk),
             state_slots=self._state_slots(slots, size),
         )
         logits = self._with_pool(self._runner.extend, inputs)
         return SectionResult(self._sampling.choose(logits, slots, starts + lengths, plan.extend_samples), slots.size)
 
-    def _page_table(self, padded_slots: np.ndarray, longest: int) -> Any:
-        smallest = -(-MIN_CONTEXT // self._page_size)
-        width = min(bucket(-(-longest // self._page_size), smallest), self._rows.max_pages)
+    def _page_table(self, padded_slots: np.ndarray, width: int) -> Any:
         return _page_table(self._rows.device_table(), padded_slots, width=width)
 
-    def _window_pages(self, padded_slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> WindowPages | None:
-        """starts, ends: (n,) int32, the positions of each row's queries."""
+    def _window_pages(self, padded_slots: np.ndarray, starts: np.ndarray, num_queries: int) -> WindowPages | None:
+        """starts: (n,) int32, the position of each row's first query. num_queries: the most of one row, a bucket."""
         window = self._window
         if window is None:
             return None
-        first_pages = first_seen_page(starts, window.window, self._page_size)
-        widest = int((-(-ends // self._page_size) - first_pages).max())
-        smallest = pages_seen(1, window.window, self._page_size)  # of a decode step: always the same program
-        width = min(bucket(widest, smallest) if widest > smallest else smallest, window.max_pages)
-        first_pages = _padded(first_pages, padded_slots.size)
+        page_size = window.page_size
+        first_pages = _padded(first_seen_page(starts, window.window, page_size), padded_slots.size)
+        width = min(pages_seen(num_queries, window.window, page_size), window.max_pages)
         table = _window_table(window.device_table(), padded_slots, first_pages, width=width)
         return WindowPages(page_table=table, first_pages=first_pages)
 

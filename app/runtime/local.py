@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 import structlog
 
+from app.config.server_args import WarmupLevel
 from app.core.batch import Admission, BatchPlan, PageRewrite, PreparedBatch
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.ports import ModelRunner
@@ -30,6 +32,7 @@ from app.errors import (
     NodesFailedError,
     OutOfPagesError,
     OutOfRequestSlotsError,
+    OwnershipError,
     RuntimeClosedError,
     StaleHandleError,
     StepFailedError,
@@ -38,30 +41,19 @@ from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import NO_PAGES, ReqToTokenPool, TableDelta
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
-from app.runtime.dispatch import LentPool, StepDispatcher, StepRows
+from app.runtime.buckets import PowersOfTwo, ReachableShapes
+from app.runtime.dispatch import StepDispatcher, StepRows
 from app.runtime.plan_check import check_plan
+from app.runtime.plan_rows import page_needs, row_lengths, row_slots
+from app.runtime.pools import OwnedPool
 from app.runtime.row_sampling import RowSampling
 from app.runtime.running_states import RunningStates
 from app.runtime.step_handle import LocalStepHandle
+from app.runtime.warmup import WarmUp
 
 _log = structlog.get_logger(__name__)
 
 MAX_UNREAD_STEPS = 1  # earlier steps that need not be read when one is executed
-
-
-class OwnedPool(LentPool, Protocol):
-    """The device pool as its owner uses it."""
-
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-    @property
-    def num_nodes(self) -> int:
-        """Processes that hold a share of it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +81,15 @@ class LocalRuntime:
         sampling: RowSampling,
         device_pool: OwnedPool,
         model_runner: ModelRunner,
+        check_room: Callable[[], None],
         window: WindowPagePool | None = None,
         states: StateSlots | None = None,
         running_states: RunningStates | None = None,
     ) -> None:
-        """window: for a model with sliding windows; states, running_states: for one with recurrent layers."""
+        """check_room: called when the weights are there and the pool is not; raises when it will not fit.
+
+        window: for a model with sliding windows; states, running_states: for one with recurrent layers.
+        """
         self._window = window
         self._states = states
         self._allocator = allocator
@@ -101,15 +97,16 @@ class LocalRuntime:
         self._sampling = sampling
         self._pool = device_pool
         self._runner = model_runner
+        self._check_room = check_room
         self._dispatcher = StepDispatcher(
             rows=rows,
             sampling=sampling,
             device_pool=device_pool,
             model_runner=model_runner,
-            page_size=allocator.page_size,
             window=window,
             states=running_states,
         )
+        self._buckets = PowersOfTwo(page_size=allocator.page_size, max_pages=rows.max_pages)
         self._is_open = False
         self._was_open = False
         self._prepared: OrderedDict[int, _Reservation] = OrderedDict()
@@ -127,6 +124,7 @@ class LocalRuntime:
         if self._is_open:
             return
         self._runner.load()
+        self._check_room()
         self._pool.open()
         if self._was_open:
             self._start_generation()
@@ -161,7 +159,7 @@ class LocalRuntime:
             self._window.check_plan(plan)
         if self._states is not None:
             self._states.check_plan(plan)
-        needs = self._page_needs(plan)
+        needs = page_needs(plan, self._rows, self._allocator.page_size)
         num_pages = int(needs.sum())
         self._check_capacity(plan, num_pages)
         return self._reserve(plan, needs, num_pages)
@@ -189,7 +187,7 @@ class LocalRuntime:
                 admitted=reservation.admitted,
                 snapshot_slots=reservation.snapshot_slots,
             )
-            handle.started(self._dispatcher.run(reservation.plan, rows, deltas))
+            handle.started(self._dispatcher.run(reservation.plan, rows, deltas, self._buckets))
         except Exception as error:
             # The device may raise anything; whatever it is, the pool was lent and is gone.
             self._lose_pool(prepared.batch_id, f"{type(error).__name__}: {error}")
@@ -214,6 +212,28 @@ class LocalRuntime:
         earlier = next(reversed(self._prepared.values()), None)
         (earlier.appends if earlier else self._carried).extend(reservation.rewrites)
 
+    def warm_up(self, level: WarmupLevel, chunk_tokens: int) -> Iterator[tuple[str, float]]:
+        """Compile the programs of steps with up to `chunk_tokens` prompt tokens, one each time the iterator goes on.
+        -> what comes next, and the fraction done. Nothing is written. Raises what the device raises: the pool is new.
+
+        OwnershipError once a request has a row.
+        """
+        shapes = ReachableShapes(buckets=self._buckets, num_rows=self._rows.num_rows, chunk_tokens=chunk_tokens)
+        warm_up = WarmUp(dispatcher=self._dispatcher, rows=self._rows, sampling=self._sampling, identity=self.identity)
+        steps = warm_up.steps(level, shapes)
+        for done, step in enumerate(steps):
+            yield step.what, done / len(steps)
+            self._require_open("warm_up")
+            if self._rows.num_free < self._rows.num_rows:
+                raise OwnershipError(what="request rows", reason="warm up before requests have any")
+            try:
+                step.run()
+            except Exception as error:
+                self._lose_pool(self._next_batch_id, f"{type(error).__name__}: {error}")
+                raise
+        if steps:
+            self._sampling.reset()  # penalty tables take memory that a run may never need
+
     def check_integrity(self) -> None:
         """Allocator and rows are sound, and every page that a row reads is held by somebody."""
         self._allocator.check_integrity()
@@ -234,20 +254,6 @@ class LocalRuntime:
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
-    def _page_needs(self, plan: BatchPlan) -> np.ndarray:
-        """(rows,) int32 pages that each row lacks for its tokens of this step."""
-        needs = plan.decode_positions // self._allocator.page_size + 1 - self._rows.page_counts[plan.decode_slots]
-        if plan.extend_slots.size:
-            needs = np.concatenate([needs, self._extend_needs(plan)])
-        return np.maximum(needs, 0, dtype=np.int32)
-
-    def _extend_needs(self, plan: BatchPlan) -> np.ndarray:
-        prefix_counts = np.array([admission.prefix_pages.size for admission in plan.admissions], np.int32)
-        new = plan.extend_slots < 0
-        held = self._rows.page_counts[np.where(new, 0, plan.extend_slots)]
-        held[new] = prefix_counts[-1 - plan.extend_slots[new]]
-        return -(-(plan.extend_starts + plan.extend_lengths) // self._allocator.page_size) - held
-
     def _check_capacity(self, plan: BatchPlan, pages_needed: int) -> None:
         free_pages = self._allocator.num_free + plan.free_pages.size
         if pages_needed > free_pages:
@@ -267,12 +273,12 @@ class LocalRuntime:
         rewrites = [self._rewrite(rewrite) for rewrite in plan.rewrites]
         admitted = rows.allocate(len(plan.admissions))
         appends = [self._admit(*new) for new in zip(admitted.tolist(), plan.admissions, strict=True)]
-        row_slots = _row_slots(plan, admitted)
+        slots = row_slots(plan, admitted)
         pages = self._allocator.allocate(num_pages)
         window_pages = NO_PAGES
         offsets = np.zeros(needs.size + 1, np.int32)
         if num_pages:
-            gained = rows.append(row_slots, needs, pages)
+            gained = rows.append(slots, needs, pages)
             if window is not None:
                 gained = window.append(gained)
                 window_pages = gained.window_pages
@@ -284,9 +290,9 @@ class LocalRuntime:
         self._prepared[batch_id] = _Reservation(
             plan=plan,
             admitted=admitted,
-            row_slots=row_slots,
+            row_slots=slots,
             page_counts=needs,
-            row_generations=rows.generations[row_slots],
+            row_generations=rows.generations[slots],
             rewrites=rewrites,
             appends=appends,
             snapshot_slots=snapshot_slots,
@@ -334,10 +340,9 @@ class LocalRuntime:
         self._unread.remove(handle)
         if self._window is None:
             return
-        plan, slots = reservation.plan, reservation.row_slots
-        lengths = np.concatenate([plan.decode_positions + 1, plan.extend_starts + plan.extend_lengths])
+        slots = reservation.row_slots
         same = self._rows.is_current(slots, reservation.row_generations)
-        self._window.settle(slots[same], lengths[same])
+        self._window.settle(slots[same], row_lengths(reservation.plan)[same])
 
     def _lose_pool(self, batch_id: int, reason: str) -> None:
         """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
@@ -383,16 +388,6 @@ class LocalRuntime:
             raise self._failure
         if not self._is_open:
             raise RuntimeClosedError(action=action)
-
-
-def _row_slots(plan: BatchPlan, admitted: np.ndarray) -> np.ndarray:
-    """(rows,) int32: decode rows, then extend rows, admissions resolved."""
-    if not plan.extend_slots.size:
-        return plan.decode_slots
-    extend_slots = plan.extend_slots.copy()
-    new = extend_slots < 0
-    extend_slots[new] = admitted[-1 - extend_slots[new]]
-    return np.concatenate([plan.decode_slots, extend_slots])
 
 
 def new_identity() -> CacheIdentity:

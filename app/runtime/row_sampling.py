@@ -47,7 +47,7 @@ class RowSampling:
         self._penalties = np.tile(np.array([1, 0, 0], np.float32), (num_rows, 1))  # repetition, frequency, presence
         self._reshaped = np.zeros(num_rows, np.bool_)
         self._plain = np.ones(num_rows, np.bool_)  # greedy, no log-probabilities
-        self._tables = PenaltyTables(num_rows, vocab_size)
+        self._tables = PenaltyTables(num_rows, vocab_size, mesh)
         self._last_tokens: Any = None
 
     def open(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 
 from dependency_injector import providers
@@ -16,6 +18,7 @@ from app.models.bundled import BUNDLED_MODEL_NAME
 from app.observability.cache_journal import CacheJournal
 from app.observability.metrics import Metrics
 from app.providers.report import engine_facts
+from app.providers.warmup import level_of_server, warm_up
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.scheduler import Scheduler
 from app.server.admin_routes import AdminRoutes
@@ -43,6 +46,7 @@ class Parts:
     watch: EngineWatch
     metrics: Metrics
     journal: CacheJournal
+    warm_up: Callable[[], Iterator[tuple[str, float]]]  # on the engine's thread, a step each time it goes on
 
     def make_app(self, engine: EngineLoop, args: HttpArgs, version: str) -> tuple[Gate, Texts, Starlette]:
         gate = Gate(engine, max_running=self.served.limits.max_running_requests, max_queued=args.max_queued_requests)
@@ -110,6 +114,7 @@ def assemble(container: Container, served_model_name: str | None = None) -> Part
     container.eviction_observer.override(providers.Object(journal))
     watch = EngineWatch(cache=container.tree_cache(), metrics=metrics, journal=journal)
     container.observer.override(providers.Object(watch))
+    level = level_of_server(container.server_args().warmup, container.platform())
     return Parts(
         served=served,
         tokenizer=container.tokenizer(),
@@ -118,6 +123,7 @@ def assemble(container: Container, served_model_name: str | None = None) -> Part
         watch=watch,
         metrics=metrics,
         journal=journal,
+        warm_up=partial(warm_up, container.runtime(), level, served.limits),
     )
 
 

@@ -1,9 +1,9 @@
-"""Who may come in: as many requests as may wait, and none once the server shuts down."""
+"""Who may come in: as many requests as may wait; none before the engine is ready or once the server shuts down."""
 
 from __future__ import annotations
 
 from app.server.engine_loop import EngineLoop
-from app.server.openai_errors import not_allowed, queue_full, shutting_down
+from app.server.openai_errors import ApiError, not_allowed, queue_full, shutting_down, starting
 
 
 class Gate:
@@ -11,16 +11,17 @@ class Gate:
         self._engine = engine
         self._max_running = max_running
         self._max_queued = max_queued
-        self._closed = False
+        self._refusal: ApiError | None = starting()
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
+    def refusal(self) -> ApiError | None:
+        """What everybody is told: that the server is not ready yet, or that it shuts down. None while it serves."""
+        return self._refusal
 
     def check(self, num_requests: int) -> None:
-        """ApiError if that many more cannot be taken: 429 with a full queue, 400 if never, 503 at shutdown."""
-        if self._closed:
-            raise shutting_down()
+        """ApiError if that many more cannot be taken: 429 with a full queue, 400 if never, 503 if nobody is."""
+        if self._refusal is not None:
+            raise self._refusal
         most = self._max_running + self._max_queued
         if num_requests > most:
             raise not_allowed("n", f"{num_requests} choices in all", f"at most {most}: so many may run and wait")
@@ -28,6 +29,10 @@ class Gate:
         if ahead + num_requests > most:
             raise queue_full(max(0, ahead - self._max_running), self._max_queued)
 
+    def open(self) -> None:
+        """The engine is ready."""
+        self._refusal = None
+
     def close(self) -> None:
         """Take nobody any more."""
-        self._closed = True
+        self._refusal = shutting_down()

@@ -15,7 +15,7 @@ from app.scheduling.request import Request
 from app.server.engine_loop import EngineLoop
 from app.server.engine_watch import EngineWatch
 from app.server.gate import Gate
-from app.server.openai_errors import engine_failed, no_token, shutting_down
+from app.server.openai_errors import engine_failed, no_token
 from app.server.replies import json_response
 
 GENERATE_TIMEOUT_S = 30.0
@@ -37,19 +37,19 @@ class HealthRoutes:
         self._metrics = metrics
 
     async def health(self, _http: HttpRequest) -> Response:
-        """200 while the process serves."""
+        """200 while the process serves; 503 before and after."""
         if self._engine.failure is not None:
             raise engine_failed()
-        if self._gate.is_closed:
-            raise shutting_down()
+        if self._gate.refusal is not None:
+            raise self._gate.refusal
         return json_response({"status": "ok"})
 
     async def generate(self, _http: HttpRequest) -> Response:
         """200 once a token was produced after the question: for a request of its own, or for others when all rows are
         taken. Puts nothing into the cache: its prompt is one token.
         """
-        if self._gate.is_closed:
-            raise shutting_down()  # a full queue is no sign of illness
+        if self._gate.refusal is not None:  # a full queue is no sign of illness
+            raise self._gate.refusal
         before = self._watch.num_tokens
         probe = Request(
             request_id=f"{_PROBE}{uuid.uuid4().hex}",

@@ -140,6 +140,10 @@ def queue_full(waiting: int, limit: int) -> ApiError:
     return ApiError(status=429, message=message, type="rate_limit_error", code="queue_full")
 
 
+def starting() -> ApiError:
+    return _unavailable("the server is starting: it compiles its programs and takes no requests yet", "starting")
+
+
 def shutting_down() -> ApiError:
     return _unavailable("the server is shutting down and takes no new requests", "shutting_down")
 

@@ -1,5 +1,8 @@
 """One server from start to end: engine thread, HTTP, signals.
 
+With the model loaded it answers, but takes requests only once the engine is ready: programs are compiled, and a token
+was produced. Until then /health and whoever asks for tokens get 503.
+
 At SIGINT or SIGTERM: take nobody more (503); let running requests finish within --shutdown-timeout; end the rest, each
 with a reply; then close connections and the engine's thread. A second signal skips the waiting.
 """
@@ -11,7 +14,7 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from importlib.metadata import version
 
 import numpy as np
@@ -62,20 +65,34 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def run(parts: Parts, args: HttpArgs, listening: socket.socket, ready: Callable[[str], None]) -> int:
-    """Serve until a signal comes. -> 0, or 1 if the engine broke. `ready` is given the server's address, once."""
+Told = Callable[[str, float], None]
+"""What is being done, and the fraction done."""
+
+
+def run(
+    parts: Parts, args: HttpArgs, listening: socket.socket, ready: Callable[[str], None], told: Told = lambda *_: None
+) -> int:
+    """Serve until a signal comes. -> 0, or 1 if the engine broke. `ready` is given the server's address, once.
+
+    told: of what is compiled, until then.
+    """
 
     async def until_signalled() -> int:
         shutdown = Shutdown()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, shutdown.ask)
-        return await serve(parts, args, listening, ready, shutdown)
+        return await serve(parts, args, listening, ready, shutdown, told)
 
     return asyncio.run(until_signalled())
 
 
 async def serve(
-    parts: Parts, args: HttpArgs, listening: socket.socket, ready: Callable[[str], None], shutdown: Shutdown
+    parts: Parts,
+    args: HttpArgs,
+    listening: socket.socket,
+    ready: Callable[[str], None],
+    shutdown: Shutdown,
+    told: Told = lambda *_: None,
 ) -> int:
     """Serve until `shutdown` is asked for. Closes `listening`; afterwards no thread and no request is left."""
     engine = EngineLoop(
@@ -103,13 +120,14 @@ async def serve(
     engine.start()
     serving: asyncio.Task[None] | None = None
     try:
-        await _self_test(engine)
         serving = asyncio.create_task(http.serve(sockets=[listening]))
         while not http.started and not serving.done():
             await asyncio.sleep(0.01)
         if serving.done():
             await serving  # raises what stopped it
-        ready(_url(listening))
+        if await _unless_asked_to_stop(_make_ready(parts, engine, told), shutdown):
+            gate.open()
+            ready(_url(listening))
         await shutdown.asked()
         gate.close()
         await shutdown.drain(engine, args.shutdown_timeout)
@@ -123,8 +141,26 @@ async def serve(
     return 0 if engine.failure is None else 1
 
 
-async def _self_test(engine: EngineLoop) -> None:
-    """A token from the whole engine before anybody is told that it serves; compiles the smallest shapes on the way."""
+async def _unless_asked_to_stop(making_ready: Coroutine[None, None, None], shutdown: Shutdown) -> bool:
+    """-> whether it came to its end. Raises what it raises."""
+    working, asked = asyncio.create_task(making_ready), asyncio.create_task(shutdown.asked())
+    await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+    finished = working.done()
+    asked.cancel()
+    working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+    return finished
+
+
+async def _make_ready(parts: Parts, engine: EngineLoop, told: Told) -> None:
+    """Compile what is to be compiled at the start, one program after another, so that a signal need not wait for all.
+    Then a token from the whole engine, which compiles the smallest shapes if nothing else did.
+    """
+    steps = parts.warm_up()
+    while (step := await engine.ask(lambda: next(steps, None))) is not None:
+        told(*step)
+    told("a first token", 1.0)
     request = Request(
         request_id="self-test",
         prompt_token_ids=np.zeros(1, np.int32),

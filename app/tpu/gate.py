@@ -41,8 +41,9 @@ def broken_collectives(facts: CompiledFacts, planned: Mapping[str, int]) -> list
     return [f"{facts.name}: sends {dict(facts.collectives)} between devices, not {dict(planned)}"]
 
 
-def broken_fit(facts: CompiledFacts, memory_bytes: int) -> list[str]:
-    """memory_bytes: of one device."""
-    if facts.total_bytes <= memory_bytes:
+def broken_fit(facts: CompiledFacts, memory_bytes: int, beside_bytes: int = 0) -> list[str]:
+    """Of one device. beside_bytes: what it holds meanwhile that is no argument of the program."""
+    needed = facts.total_bytes + beside_bytes
+    if needed <= memory_bytes:
         return []
-    return [f"{facts.name}: needs {facts.total_bytes:,} bytes of a device that has {memory_bytes:,}"]
+    return [f"{facts.name}: needs {needed:,} bytes of a device that has {memory_bytes:,}"]

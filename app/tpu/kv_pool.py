@@ -76,15 +76,26 @@ def decode(stored: jax.Array) -> jax.Array:
     return stored
 
 
+def storable(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Values that stay finite when a pool of element type `dtype` stores them.
+
+    0 for what is not finite: attention multiplies masked values by 0, so a NaN left in a page would spread to whoever
+    gets the page next. The largest number of that sign for what is finite and would be rounded to infinity.
+    """
+    stored = jnp.bfloat16 if dtype == jnp.uint16 else dtype
+    largest = min(float(jnp.finfo(stored).max), float(jnp.finfo(values.dtype).max))
+    # Chosen rather than clipped: XLA's minimum and maximum make zeros of the smallest numbers on CPU.
+    bounded = jnp.where(jnp.abs(values) > largest, jnp.copysign(largest, values), values)
+    return jnp.where(jnp.isfinite(values), bounded, 0)
+
+
 def write_tokens(buffer: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
     """Store one layer's keys or values of n >= 2 tokens: pages, offsets (n,) int32; values (n, ...) as floats.
 
     In place when `buffer` is donated and nothing in the same program read it before. Page indexes beyond the pool are
-    dropped. With exactly one token XLA's CPU backend copies the pool: pad to two. What is not finite is stored as 0:
-    attention multiplies masked values by 0, so a NaN left in a page would spread to whoever gets the page next.
+    dropped. With exactly one token XLA's CPU backend copies the pool: pad to two. Values become `storable`.
     """
-    values = jnp.where(jnp.isfinite(values), values, 0)
-    return buffer.at[pages, offsets].set(encode(values, buffer.dtype), mode="drop")
+    return buffer.at[pages, offsets].set(encode(storable(values, buffer.dtype), buffer.dtype), mode="drop")
 
 
 def read_pages(buffer: jax.Array, pages: jax.Array) -> jax.Array:

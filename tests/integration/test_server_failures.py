@@ -111,8 +111,9 @@ def test_while_a_server_with_a_broken_engine_lives_it_says_so(monkeypatch: pytes
         engine = EngineLoop(
             parts.scheduler, parts.adapter, parts.watch, queue_timeout_s=60, on_failure=lambda: failures.append(None)
         )
-        _, texts, app = parts.make_app(engine, args, "0")
+        gate, texts, app = parts.make_app(engine, args, "0")
         engine.start()
+        gate.open()
         async with httpx.AsyncClient(base_url="http://127.0.0.1", transport=httpx.ASGITransport(app)) as client:
             replies = [await client.post(COMPLETIONS, json=body(prompt="x", max_tokens=100))]
             for method, path in (

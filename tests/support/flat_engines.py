@@ -31,7 +31,7 @@ SHARED = RNG.integers(0, 64, 40).astype(np.int32)
 PROMPTS = [np.concatenate([SHARED[: 10 * n], RNG.integers(0, 64, 5).astype(np.int32)]) for n in range(1, 5)]
 
 
-def _chosen(kind: AttentionKind, **padding: int) -> Override:
+def chosen(kind: AttentionKind, **padding: int) -> Override:
     return lambda _: providers.Object(AttentionChoice(kind=kind, reason="a test wants it", **padding))
 
 
@@ -72,9 +72,9 @@ def _answers(tp_size: int, **overrides: Override) -> list[list[int]]:
 
 
 def main() -> None:
-    gather = {"attention": _chosen(AttentionKind.GATHER)}
-    ragged = {"attention": _chosen(AttentionKind.RAGGED), "model_runner": _reference_runner}
-    padded = {**ragged, "attention": _chosen(AttentionKind.RAGGED, extra_kv_heads=2, extra_head_dim=8)}
+    gather = {"attention": chosen(AttentionKind.GATHER)}
+    ragged = {"attention": chosen(AttentionKind.RAGGED), "model_runner": _reference_runner}
+    padded = {**ragged, "attention": chosen(AttentionKind.RAGGED, extra_kv_heads=2, extra_head_dim=8)}
     answers = {
         "rows": _answers(1),
         "gather": _answers(1, **gather),

@@ -15,7 +15,8 @@ from tests.support.tpu_matrix import MORE_PAGES, PAGES, SIZES, Case, Compiled, f
 HEAD = f"""# The step programs on TPU
 
 Written by `make test-tpu-full`, which compiles the programs that the runtime calls, for chips that need not be there,
-and fails when a program breaks a gate. Nothing is run: no speed can be read from this.
+and fails when a program breaks a gate. Nothing is run: no speed can be read from this. That a step calls these
+programs, with such types and shardings, and no others is a test on CPU (tests/unit/runtime/test_step_programs.py).
 
 Models are two layers deep (on tpu7x in a row, elsewhere a loop, whose body the text has once), bfloat16, pages of 16
 tokens; {SIZES.batch} rows of up to {SIZES.context_pages * 16:,} tokens, prompts of {SIZES.chunk_tokens} tokens a step,

@@ -9,6 +9,7 @@ import pytest
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
+from app.providers.sizing import weight_bytes
 from app.providers.target import STEP, plan_target, target_facts
 from app.tpu.compiled import compile_facts
 from app.tpu.gate import broken_fit
@@ -30,15 +31,23 @@ QWEN3_32B = model(64, 8, 128, num_layers=64, vocab_size=151936, hidden_size=5120
         pytest.param(QWEN3_32B, "v6e:2x2", 4, id="Qwen3-32B"),
     ],
 )
-@pytest.mark.parametrize("name", STEP)
-def test_the_largest_step_fits_beside_the_pool(config: ModelConfig, target: str, tp_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", [*STEP, "sample_everything"])
+def test_the_largest_step_fits_beside_the_pool_in_what_is_kept_for_it(
+    config: ModelConfig, target: str, tp_size: int, name: str
+) -> None:
     plan = plan_target(ServerArgs(tp_size=tp_size), config, find_target(target))
     program = next(program for program in plan.programs if program.name == name)
 
     facts = compile_facts(program, plan.mesh)
 
-    assert broken_fit(facts, plan.target.memory_bytes) == []
-    assert facts.argument_bytes > 0.85 * plan.target.memory_bytes  # weights and pool: the memory is used
+    assert broken_fit(facts, plan.target.memory_bytes, plan.penalty_bytes) == []
+    weights_and_pool = weight_bytes(config, plan.dtype) + (plan.spec.num_pages + 1) * plan.spec.page_bytes
+    assert weights_and_pool > 0.85 * tp_size * plan.target.memory_bytes  # the memory is used
+    if name in STEP:
+        beside = facts.total_bytes - weights_and_pool // tp_size + plan.penalty_bytes
+    else:
+        beside = facts.total_bytes  # its arguments are the logits and the penalty tables
+    assert beside < plan.step_bytes
 
 
 def test_what_is_told_about_a_target_is_what_was_compiled() -> None:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from app.errors import ConfigError
 from app.tpu.kernels.shapes import TILE_ROWS, check_page, check_pool, check_same, check_table
-from app.tpu.kv_pool import encode
+from app.tpu.kv_pool import encode, storable
 
 SLOTS = 8  # tiles in VMEM
 AHEAD = 4  # tiles whose reading starts before their turn; the other slots are being written back
@@ -103,8 +103,8 @@ def write_tokens(pool: jax.Array, writes: TokenWrites, values: jax.Array, first_
     """Store one layer's keys or values of n tokens, as `app.tpu.kv_pool.write_tokens` does, on TPU.
 
     pool: (num_pages, page_size, width), in its stored type; writes: planned for these n tokens and this page_size,
-    width and type; values: (n, width) as floats; first_page: int32, where the layer's pages begin in a flat pool. What
-    is not finite is stored as 0. In place when the pool is donated (in a program: not used again); else XLA copies it
+    width and type; values: (n, width) as floats, made `storable`; first_page: int32, where the layer's pages begin in a
+    flat pool. In place when the pool is donated (in a program: not used again); else XLA copies it
     first. Moves up to two tiles a token, one each way, and less where tokens share tiles; needs memory for 4 bytes an
     element of `values`, whatever the pool's size.
 
@@ -173,7 +173,7 @@ def _differs_from_last(sorted_rows: jax.Array) -> jax.Array:
 def _as_words(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """What the pool stores for `values`, each element in the low bits of a uint32: a row of those can be picked out of
     a tile by index, one of shorter elements cannot."""
-    stored = encode(jnp.where(jnp.isfinite(values), values, 0), dtype)
+    stored = encode(storable(values, dtype), dtype)
     bits = jax.lax.bitcast_convert_type(stored, jnp.dtype(f"uint{8 * dtype.itemsize}"))
     return bits.astype(jnp.uint32)
 

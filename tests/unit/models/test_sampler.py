@@ -18,6 +18,7 @@ from app.models.sampler import (
     sample,
     split_seed,
 )
+from app.tpu.mesh import make_mesh
 
 VOCAB = 64
 FILTERED = SamplingVariant(Choice.FILTERED, Logprobs.NONE)
@@ -160,7 +161,7 @@ def test_draw_depends_on_seed_and_position_not_on_batch_mates() -> None:
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(2)
     params = [SamplingParams(temperature=0.3, top_k=2, seed=5, logprobs=20), SamplingParams(logprobs=0)]
-    tables = PenaltyTables(num_rows=4, vocab_size=VOCAB)
+    tables = PenaltyTables(num_rows=4, vocab_size=VOCAB, mesh=make_mesh(1, "cpu"))
     tables.set_row(1, *penalty_row(np.array([1, 2], np.int32), 1, {int(logits[0].argmin()): 100.0}, VOCAB))
 
     result = sample(
@@ -186,7 +187,7 @@ def test_penalties_follow_the_reference_and_leave_other_rows_exactly_alone() -> 
         repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, logit_bias={20: 1.25, 9: -2.0}
     )
     counts, seen, bias = penalty_row(known, 3, params.logit_bias, VOCAB)
-    tables = PenaltyTables(num_rows=3, vocab_size=VOCAB)
+    tables = PenaltyTables(num_rows=3, vocab_size=VOCAB, mesh=make_mesh(1, "cpu"))
     tables.set_row(2, counts, seen, bias)
 
     expected = logits[0] + bias
@@ -207,7 +208,7 @@ def test_penalties_follow_the_reference_and_leave_other_rows_exactly_alone() -> 
 
 
 def test_recorded_tokens_count_and_rows_beyond_the_table_are_dropped() -> None:
-    tables = PenaltyTables(num_rows=2, vocab_size=VOCAB)
+    tables = PenaltyTables(num_rows=2, vocab_size=VOCAB, mesh=make_mesh(1, "cpu"))
     tables.set_row(1, *penalty_row(np.array([4], np.int32), 1, {}, VOCAB))
     tables.set_row(0, *penalty_row(np.array([4, 4], np.int32), 1, {}, VOCAB))
 

@@ -27,29 +27,49 @@ WEIGHTS = 4 * num_parameters(MODEL)
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes: keys and values, layers, KV heads, head_dim, float32
 
 
-def pages(args: ServerArgs, memory: int, model: ModelConfig = MODEL) -> int:
-    served = sizing.served_model(args, model)
+STEP = 12_345  # bytes
+
+
+def pages(args: ServerArgs, memory: int, platform: str = "cpu") -> int:
+    served = sizing.served_model(args, MODEL)
     page = sizing.page_spec(args, served, "float32")
-    return sizing.pool_pages(args, served, page.page_bytes, memory, "float32", sizing.pool_room("cpu"))
+    return sizing.pool_pages(args, served, page.page_bytes, memory, "float32", sizing.pool_room(platform), STEP)
+
+
+def needed(num_pages: int) -> int:
+    """Bytes of weights, a step and a pool with its padding page."""
+    return WEIGHTS + STEP + (num_pages + 1) * 16 * TOKEN
 
 
 def test_a_pool_that_was_asked_for_is_given_when_it_fits():
     args = ServerArgs(max_total_tokens=1000)
-    exactly = WEIGHTS + (62 + 1) * 16 * TOKEN
-    assert pages(args, exactly) == 62
+    assert pages(args, needed(62)) == 62
     with pytest.raises(ConfigError, match=r"--max-total-tokens=1000 is not allowed: at most 976"):
-        pages(args, exactly - 1)
+        pages(args, needed(62) - 1)
 
 
-def test_by_default_the_pool_takes_half_of_what_the_weights_leave():
-    args = ServerArgs()
-    assert pages(args, WEIGHTS + 2 * 100 * 16 * TOKEN) == 100
-    assert pages(args, 10**12) == 2 * 1024 // 16
+@pytest.mark.parametrize(("platform", "fraction"), [("cpu", 0.7), ("tpu", 0.9)])
+def test_by_default_weights_pool_and_a_step_take_a_part_of_the_memory(platform: str, fraction: float):
+    memory = int(needed(100) / fraction) + 1
+    assert pages(ServerArgs(), memory, platform) == 100
+    assert pages(ServerArgs(), memory - 16 * TOKEN, platform) == 99
+
+
+def test_on_cpu_nobody_gets_more_than_two_of_the_longest_requests_unasked():
+    assert pages(ServerArgs(), 10**12) == 2 * 1024 // 16
+    assert pages(ServerArgs(mem_fraction_static=0.5), 10**9) == pages(ServerArgs(), 10**9 * 5 // 9, "tpu")
+
+
+def test_the_part_that_is_asked_for_bounds_a_pool_that_is_asked_for():
+    args = ServerArgs(max_total_tokens=1000, mem_fraction_static=0.5)
+    assert pages(args, 2 * needed(62)) == 62
+    with pytest.raises(ConfigError, match=r"--max-total-tokens=1000 is not allowed: at most 976"):
+        pages(args, 2 * needed(62) - 2)
 
 
 def test_memory_that_serves_no_request_of_full_length_is_refused():
     with pytest.raises(ConfigError, match=r"--context-length=1024 is not allowed: memory holds 160 tokens"):
-        pages(ServerArgs(), WEIGHTS + 2 * 10 * 16 * TOKEN)
+        pages(ServerArgs(mem_fraction_static=0.5), 2 * needed(10))
     with pytest.raises(ConfigError, match="memory holds 0 tokens"):
         pages(ServerArgs(), WEIGHTS // 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,22 @@ def test_padding_and_numbers_that_are_not_finite_leave_no_trace() -> None:
     assert written[6, 2].tolist() == [1, 0, 2, 0, 3, 0]
     written[6, 2] = 0
     assert not written.any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize("computed", [jnp.float32, jnp.bfloat16])
+def test_numbers_too_large_for_the_stored_type_become_its_largest(dtype: Any, computed: Any) -> None:
+    """Rounded to the nearest they would be infinite, which attention turns into NaN."""
+    largest = np.float32(jnp.finfo(computed).max)
+    values = jnp.array([[largest, -largest, 3.0], [-1.5, 0.0, 2.0]], jnp.float32).astype(computed)
+
+    written = np.asarray(
+        decode(write_tokens(jnp.zeros((2, 2, 3), dtype), jnp.array([1, 1]), jnp.array([0, 1]), values)), np.float32
+    )
+
+    stored_largest = jnp.finfo(jnp.bfloat16 if dtype == jnp.uint16 else dtype).max
+    expected = min(largest, np.float32(stored_largest))
+    np.testing.assert_array_equal(written[1], [[expected, -expected, 3.0], [-1.5, 0.0, 2.0]])
 
 
 def test_half_width_bits_are_those_of_bfloat16() -> None:

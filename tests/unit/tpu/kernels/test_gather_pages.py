@@ -16,11 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from app.errors import ConfigError
 from app.tpu.kernels.gather_pages import IN_FLIGHT, gather_each, gather_layers, gather_pages
-
-pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+from tests.support.kernel_cases import page_cases
 
 NUM_PAGES = 12
-SHAPES = [(8, 128), (16, 384), (32, 1024)]
 gather = jax.jit(gather_pages)
 gather_two_layers = jax.jit(lambda pool, pages: gather_layers(pool, pages, 2))
 
@@ -35,8 +33,7 @@ def reference(pool: jax.Array, pages: Any) -> np.ndarray:
     return np.asarray(pool)[np.where((pages >= 0) & (pages < len(pool)), pages, 0)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16])
-@pytest.mark.parametrize(("page_size", "width"), SHAPES)
+@pytest.mark.parametrize(("page_size", "width", "dtype"), page_cases())
 def test_gathered_pages_are_those_of_the_pool(page_size: int, width: int, dtype: Any) -> None:
     pool = random_pool(page_size, width, dtype)
     pages = jnp.array([3, 0, 11, 7, 7, 5, 3, 1, 9, 10, 2], jnp.int32)  # more than are in flight, and some twice
@@ -91,6 +88,7 @@ def test_arrays_of_separate_layers_are_gathered_alike() -> None:
     np.testing.assert_array_equal(gathered, [reference(pool, pages) for pool in pools])
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(-2, 8), min_size=9, max_size=9))
 def test_gathering_equals_indexing_whatever_the_pages(pages: list[int]) -> None:

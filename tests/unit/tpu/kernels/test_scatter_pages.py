@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from app.errors import ConfigError
 from app.tpu.kernels.gather_pages import gather_layers
 from app.tpu.kernels.scatter_pages import IN_FLIGHT, scatter_each, scatter_layers, scatter_pages
-
-pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+from tests.support.kernel_cases import page_cases
 
 NUM_PAGES = 12
-SHAPES = [(8, 128), (16, 384), (32, 1024)]
 scatter = jax.jit(scatter_pages)
 scatter_into_layers = jax.jit(scatter_layers)
 
@@ -37,8 +35,7 @@ def reference(pool: Any, pages: Any, values: Any) -> np.ndarray:
     return stored
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16])
-@pytest.mark.parametrize(("page_size", "width"), SHAPES)
+@pytest.mark.parametrize(("page_size", "width", "dtype"), page_cases())
 def test_pages_are_stored_where_they_belong_and_nowhere_else(page_size: int, width: int, dtype: Any) -> None:
     pool = random_pages(NUM_PAGES, page_size, width, dtype)
     pages = jnp.array([3, 0, 11, 7, 5, 1, 9, 10, 2], jnp.int32)
@@ -121,6 +118,7 @@ def test_what_was_gathered_is_restored_elsewhere() -> None:
     np.testing.assert_array_equal(moved(pool), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(-2, 8), min_size=9, max_size=9))
 def test_scattering_equals_storing_one_after_another_whatever_the_pages(pages: list[int]) -> None:

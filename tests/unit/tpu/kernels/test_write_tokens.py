@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from app.errors import ConfigError
 from app.tpu import kv_pool
 from app.tpu.kernels.write_tokens import BLOCK_TOKENS, SLOTS, TokenWrites, plan_token_writes, write_tokens
-
-pytestmark = pytest.mark.slow  # the interpreter needs a core for each of its threads, and minutes
+from tests.support.kernel_cases import page_cases, slow
 
 NUM_PAGES = 30
-SHAPES = [(8, 128), (16, 384), (32, 1024)]
 
 
 def random_pool(page_size: int, width: int, dtype: Any) -> jax.Array:
@@ -47,7 +45,7 @@ def written(pool: jax.Array, pages: Any, offsets: Any, values: jax.Array) -> np.
 
 def one_after_another(pool: jax.Array, pages: Any, offsets: Any, values: jax.Array) -> np.ndarray:
     stored = np.array(pool)
-    rows = np.asarray(kv_pool.encode(values, pool.dtype))
+    rows = np.asarray(kv_pool.encode(kv_pool.storable(values, pool.dtype), pool.dtype))
     for page, offset, row in zip(pages, offsets, rows, strict=True):
         if 0 <= page < stored.shape[0] and 0 <= offset < stored.shape[1]:
             stored[page, offset] = row
@@ -60,8 +58,7 @@ def blocks_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.tpu.kernels.write_tokens.BLOCK_TOKENS", 8)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16])
-@pytest.mark.parametrize(("page_size", "width"), SHAPES)
+@pytest.mark.parametrize(("page_size", "width", "dtype"), page_cases())
 def test_a_chunk_and_scattered_tokens_are_stored_as_the_pool_stores_them(
     page_size: int, width: int, dtype: Any
 ) -> None:
@@ -78,6 +75,7 @@ def test_a_chunk_and_scattered_tokens_are_stored_as_the_pool_stores_them(
     assert np.unique(np.argwhere(stored != np.asarray(pool))[:, :2], axis=0).shape == (pages.size - 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, SLOTS, SLOTS + 1, 3 * SLOTS + 2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_decoded_tokens_alone_in_their_pages_are_stored(count: int, dtype: Any) -> None:
@@ -90,7 +88,7 @@ def test_decoded_tokens_alone_in_their_pages_are_stored(count: int, dtype: Any) 
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), slow(jnp.uint16), jnp.float8_e4m3fn])
 @pytest.mark.usefixtures("blocks_of_8")
 def test_tiles_that_several_blocks_write_keep_what_each_wrote(dtype: Any) -> None:
     # Every block of 8 tokens writes one row of tile 0 of page 3, and rows of others.
@@ -103,6 +101,7 @@ def test_tiles_that_several_blocks_write_keep_what_each_wrote(dtype: Any) -> Non
     )
 
 
+@pytest.mark.slow
 def test_more_tokens_than_a_block_are_stored() -> None:
     count = BLOCK_TOKENS + 5
     places = np.random.default_rng(3).permutation(NUM_PAGES * 16)[:count]
@@ -150,14 +149,16 @@ def test_no_tokens_leave_the_pool_as_it_is() -> None:
     np.testing.assert_array_equal(written(pool, np.zeros(0), np.zeros(0), jnp.zeros((0, 128))), pool)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16])
-def test_numbers_that_are_not_finite_are_stored_as_zero(dtype: Any) -> None:
-    values = random_rows(2, 128).at[0, :3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16, slow(jnp.uint16)])
+def test_numbers_that_cannot_be_stored_become_zero_or_the_largest(dtype: Any) -> None:
+    largest = jnp.finfo(jnp.float32).max  # beyond bfloat16's
+    values = random_rows(2, 128).at[0, :5].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, largest, -largest]))
     pool = random_pool(8, 128, dtype)
 
     stored = written(pool, [3, 4], [1, 7], values)
 
     assert stored[3, 1, :3].tolist() == [0, 0, 0]
+    assert np.isfinite(np.asarray(kv_pool.decode(jnp.asarray(stored[3, 1])), np.float32)).all()
     np.testing.assert_array_equal(stored, kv_pool.write_tokens(pool, jnp.array([3, 4]), jnp.array([1, 7]), values))
 
 
@@ -189,6 +190,7 @@ def test_only_a_tile_with_a_token_for_each_of_its_rows_is_planned_as_whole() -> 
     assert writes.whole[0, :3].tolist() == [1, 0, 0]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([-1, 1, 2, 3, 4, NUM_PAGES]), st.integers(-1, 16)), min_size=21, max_size=21))
 def test_writing_equals_storing_one_after_another_whatever_the_places(places: list[tuple[int, int]]) -> None:
