@@ -51,6 +51,13 @@ COMMANDS = (
         lambda _: ServerArgs(),
     ),
     Command(
+        ("bench", "policies"),
+        "measure eviction policies on a trace",
+        bench.BenchPoliciesArgs,
+        bench.run_policies,
+        lambda _: ServerArgs(),
+    ),
+    Command(
         ("bench", "engine"),
         "measure the engine's steps",
         bench.BenchEngineArgs,

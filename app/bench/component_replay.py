@@ -41,15 +41,22 @@ def replay_of(components: frozenset[Component]) -> NewReplay:
     """The replay for a model with these components."""
     if components == {Component.FULL}:
         return full_pages_replay
-    return lambda cache_type, num_pages, page_size: ComponentReplay(
-        known_type(cache_type), components, num_pages, page_size
+    return lambda cache_type, num_pages, page_size, eviction_policy: ComponentReplay(
+        known_type(cache_type), components, num_pages, page_size, eviction_policy
     )
 
 
 class ComponentReplay(TraceReplay):
     """As TraceReplay, with the window pages and the snapshots that requests take, publish and free."""
 
-    def __init__(self, cache_type: CacheType, components: frozenset[Component], num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        cache_type: CacheType,
+        components: frozenset[Component],
+        num_pages: int,
+        page_size: int,
+        eviction_policy: str = "lru",
+    ) -> None:
         """Empty pools: `num_pages` full pages, a part of that for windows, and two snapshots a chunk of the full pool.
 
         ConfigError for components that the type does not cover.
@@ -70,7 +77,7 @@ class ComponentReplay(TraceReplay):
         self._snapshots = _pool(2 + 2 * num_pages // pages_a_chunk, 1, wanted=Component.RECURRENT in components)
         allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, IDENTITY)
         deps = replace(
-            deps_of(allocator),
+            deps_of(allocator, eviction_policy),
             components=components,
             sliding_window=WINDOW_TOKENS,
             window_allocator=None if self._windows is None else self._windows.port,

@@ -39,8 +39,8 @@ class TraceRequest:
         return np.concatenate([prompt, output])
 
 
-def read_mooncake_trace(path: Path, num_requests: int) -> list[TraceRequest]:
-    """The first `num_requests` requests, or all if there are fewer. ConfigError for a file that is no such trace."""
+def read_mooncake_trace(path: Path, num_requests: int | None) -> list[TraceRequest]:
+    """The first `num_requests` requests; all for None, or if there are fewer. ConfigError for a file that is none."""
     try:
         with path.open(encoding="utf-8") as lines:
             requests = [_request(index, json.loads(line)) for index, line in enumerate(islice(lines, num_requests))]

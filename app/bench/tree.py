@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from app.bench.trace import TraceRequest, read_mooncake_trace, working_set_tokens
+from app.bench.trace import read_mooncake_trace, working_set_tokens
 from app.caches.base import BasePrefixCache, CacheDeps
 from app.caches.builtin import load_builtin_caches, load_entry_points
 from app.caches.registry import CacheType, default_registry
@@ -41,11 +41,11 @@ class _ShapeOnlyPool:
 
 
 def make_cache(
-    cache_type: str, *, num_pages: int, page_size: int
+    cache_type: str, *, num_pages: int, page_size: int, eviction_policy: str = "lru"
 ) -> tuple[BasePrefixCache, PagedTokenToKVPoolAllocator]:
     """A registered cache over an empty pool of `num_pages` pages."""
     allocator = PagedTokenToKVPoolAllocator(num_pages, page_size, IDENTITY)
-    return known_type(cache_type).ctor(deps_of(allocator)), allocator
+    return known_type(cache_type).ctor(deps_of(allocator, eviction_policy)), allocator
 
 
 def known_type(cache_type: str) -> CacheType:
@@ -55,13 +55,18 @@ def known_type(cache_type: str) -> CacheType:
     return default_registry.seal().get(cache_type)
 
 
-def deps_of(allocator: PagedTokenToKVPoolAllocator) -> CacheDeps:
+def deps_of(allocator: PagedTokenToKVPoolAllocator, eviction_policy: str) -> CacheDeps:
     """What a cache gets for a model of full attention alone."""
     port = allocator.port
     spec = PoolSpec(
         num_pages=port.capacity, page_size=port.page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
     )
-    return CacheDeps(token_allocator=port, device_pool=_ShapeOnlyPool(spec), page_size=port.page_size)
+    return CacheDeps(
+        token_allocator=port,
+        device_pool=_ShapeOnlyPool(spec),
+        page_size=port.page_size,
+        eviction_policy=eviction_policy,
+    )
 
 
 class TraceReplay:
@@ -78,13 +83,15 @@ class TraceReplay:
         self.prompt_tokens = 0
         self.hit_tokens = 0
 
-    def serve(self, request: TraceRequest) -> None:
-        """One whole cycle. OutOfPagesError if the request is larger than the pool."""
-        token_ids = request.token_ids()
+    def serve(self, prompt: np.ndarray, settled: np.ndarray) -> None:
+        """One whole cycle: look for the tokens `prompt`, publish the tokens `settled`, both int32.
+
+        OutOfPagesError if they are more than the pool holds.
+        """
         started = time.process_time_ns()
-        hit_tokens = self._cycle(token_ids[: request.input_length], token_ids[:-1])
+        hit_tokens = self._cycle(prompt, settled)
         self.cpu_ns += time.process_time_ns() - started
-        self.prompt_tokens += request.input_length
+        self.prompt_tokens += prompt.size
         self.hit_tokens += hit_tokens
 
     def _cycle(self, prompt: np.ndarray, settled: np.ndarray) -> int:
@@ -115,11 +122,13 @@ class TraceReplay:
         return result
 
 
-NewReplay = Callable[[str, int, int], TraceReplay]  # of a cache type, over so many pages of that size
+# Of a cache type, over so many pages of that size, with an eviction policy.
+NewReplay = Callable[[str, int, int, str], TraceReplay]
 
 
-def full_pages_replay(cache_type: str, num_pages: int, page_size: int) -> TraceReplay:
-    return TraceReplay(*make_cache(cache_type, num_pages=num_pages, page_size=page_size))
+def full_pages_replay(cache_type: str, num_pages: int, page_size: int, eviction_policy: str) -> TraceReplay:
+    made = make_cache(cache_type, num_pages=num_pages, page_size=page_size, eviction_policy=eviction_policy)
+    return TraceReplay(*made)
 
 
 def run_tree_bench(
@@ -129,6 +138,7 @@ def run_tree_bench(
     pool_fraction: float = 0.25,
     cache_type: str = "radix_cache",
     new_replay: NewReplay = full_pages_replay,
+    eviction_policy: str = "lru",
 ) -> dict[str, Any]:
     """Replay the first `num_requests` of a Mooncake trace against a pool of `pool_fraction` of their working set."""
     requests = read_mooncake_trace(trace, num_requests)
@@ -140,10 +150,11 @@ def run_tree_bench(
             value=pool_fraction,
             allowed=f"a pool that holds the longest request of {longest} tokens; this one has {num_pages * page_size}",
         )
-    replay = new_replay(cache_type, num_pages, page_size)
+    replay = new_replay(cache_type, num_pages, page_size, eviction_policy)
     cache = replay.cache
     for request in requests:
-        replay.serve(request)
+        token_ids = request.token_ids()
+        replay.serve(token_ids[: request.input_length], token_ids[:-1])
     cache.check_integrity()
     replay.allocator.check_integrity()
 
@@ -155,6 +166,7 @@ def run_tree_bench(
     return {
         "trace": trace.name,
         "cache_type": cache_type,
+        "eviction_policy": eviction_policy,
         "page_size": page_size,
         "num_requests": len(requests),
         "pool_tokens": num_pages * page_size,
@@ -194,8 +206,8 @@ def compare_floor_us() -> float:
 def format_tree_bench(result: dict[str, Any]) -> str:
     """The result of `run_tree_bench` as a table."""
     lines = [
-        f"{result['trace']}: {result['num_requests']} requests, {result['cache_type']}, page {result['page_size']}, "
-        f"pool {result['pool_tokens']:,} tokens",
+        f"{result['trace']}: {result['num_requests']} requests, {result['cache_type']}, {result['eviction_policy']}, "
+        f"page {result['page_size']}, pool {result['pool_tokens']:,} tokens",
         f"  {result['requests_per_cpu_second']:,.0f} requests per CPU second, "
         f"token hit rate {100 * result['token_hit_rate']:.3f} %, {result['num_nodes']:,} nodes, "
         f"peak memory {result['peak_memory_bytes'] / 2**20:,.0f} MiB",

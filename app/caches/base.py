@@ -187,7 +187,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_pages: int) -> int:
-        """Free at least `num_pages`, or all that is unlocked; whole nodes, least recently used leaf first.
+        """Free at least `num_pages`, or all that is unlocked; whole nodes, leaves first, in the order of the policy.
 
         -> pages freed (through the allocator's port). `num_pages` is the shortfall, not the need; <= 0 does nothing.
         """

@@ -13,7 +13,7 @@ from app.caches.tree import inspection
 from app.caches.tree.components.base import TreeComponent
 from app.caches.tree.core import TreeCore
 from app.caches.tree.integrity import check_tree
-from app.caches.tree.lru import make_eviction_order
+from app.caches.tree.policies.choice import make_eviction_order
 from app.config.model_config import Component
 from app.core.handles import CacheIdentity
 from app.core.keys import RadixKey

@@ -16,7 +16,7 @@ from app.caches.registry import register_kv_cache
 from app.caches.tree.components.base import Offer, TreeComponent
 from app.caches.tree.components.recurrent import StateComponent
 from app.caches.tree.components.swa import WindowComponent
-from app.caches.tree.lru import make_eviction_order
+from app.caches.tree.policies.choice import make_eviction_order
 from app.config.model_config import Component
 from app.core.keys import RadixKey
 from app.core.ports import TokenAllocator

@@ -1,4 +1,4 @@
-"""`tpukv bench tree` and `tpukv bench engine`: measurements, each printed with its floor."""
+"""`tpukv bench tree`, `bench policies` and `bench engine`: measurements, each printed with its floor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.config.server_args import ServerArgs
+from app.config.server_args import EvictionPolicy, ServerArgs
 from app.errors import ConfigError
 
 
@@ -31,6 +31,8 @@ class BenchTreeArgs:
 
     components: str = "full"
     """Components of the model that the cache serves: full, swa and recurrent, with commas between."""
+    eviction_policy: EvictionPolicy = "lru"
+    """Which unlocked cached pages go first when room is needed."""
 
     json: bool = False
     """Print one JSON object instead of a table."""
@@ -44,6 +46,38 @@ class BenchTreeArgs:
         for name, good, allowed in limits:
             if not good:
                 raise ConfigError(field=name, value=getattr(self, name), allowed=allowed)
+        if not self.trace.is_file():
+            raise ConfigError(field="trace", value=str(self.trace), allowed="a file that exists")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPoliciesArgs:
+    """Replay a trace with each eviction policy, beside the best that any could do; needs no model."""
+
+    trace: Path
+    """Trace file: JSON lines of requests, with the hashes of their blocks."""
+
+    requests: int | None = None
+    """Requests to replay, from the start of the trace; by default all."""
+
+    pool_fraction: tuple[float, ...] = ()
+    """Size of a pool, as a part of the distinct blocks of these requests; by default 0.02, 0.05, 0.1 and 0.25."""
+
+    policy: tuple[EvictionPolicy, ...] = ()
+    """Policy to replay; by default all."""
+
+    cache_type: str = "radix_cache"
+    """Cache to measure, by its registered name."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def __post_init__(self) -> None:
+        if self.requests is not None and self.requests < 1:
+            raise ConfigError(field="requests", value=self.requests, allowed="1 or more")
+        for fraction in self.pool_fraction:
+            if not 0.0 < fraction <= 1.0:
+                raise ConfigError(field="pool_fraction", value=fraction, allowed="more than 0, at most 1")
         if not self.trace.is_file():
             raise ConfigError(field="trace", value=str(self.trace), allowed="a file that exists")
 
@@ -70,12 +104,27 @@ def run_tree(args: BenchTreeArgs) -> int:
         pool_fraction=args.pool_fraction,
         cache_type=args.cache_type,
         new_replay=replay_of(components_named(args.components)),
+        eviction_policy=args.eviction_policy,
     )
     single = run_operations_bench(args.page_size)
     if args.json:
         print(json.dumps({**replay, "single_operations": single}))
     else:
         print(format_tree_bench(replay), format_operations_bench(single), sep="\n\n")
+    return 0
+
+
+def run_policies(args: BenchPoliciesArgs) -> int:
+    from app.bench.policies import format_policies_bench, run_policies_bench
+
+    result = run_policies_bench(
+        trace=args.trace,
+        num_requests=args.requests,
+        pool_fractions=args.pool_fraction,
+        policies=args.policy,
+        cache_type=args.cache_type,
+    )
+    print(json.dumps(result) if args.json else format_policies_bench(result))
     return 0
 
 

@@ -21,7 +21,7 @@ WarmupLevel = Literal["none", "decode", "all"]
 Warmup = Literal["auto", WarmupLevel]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
-EvictionPolicy = Literal["lru"]
+EvictionPolicy = Literal["lru", "lfu", "slru", "priority", "hit_density"]
 
 CHUNKING_OFF = -1
 MAX_PAGE_SIZE = 1024

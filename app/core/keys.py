@@ -41,21 +41,23 @@ class RadixKey:
     """Tokens within a namespace, held as the bytes of one int32 buffer so that comparing an edge is one memcmp.
 
     `raw` is 4 bytes a token, in native order. Build it once per request and pass it on; cutting is `head`.
+    `priority` is the request's, lower is more urgent: it changes no match, only how long what it used is kept.
     """
 
-    __slots__ = ("namespace", "num_tokens", "raw")
+    __slots__ = ("namespace", "num_tokens", "priority", "raw")
 
-    def __init__(self, raw: bytes, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
+    def __init__(self, raw: bytes, namespace: Namespace = DEFAULT_NAMESPACE, priority: int = 0) -> None:
         self.raw = raw
+        self.priority = priority
         self.num_tokens = len(raw) // TOKEN_BYTES
         self.namespace = namespace
 
     @classmethod
-    def of(cls, token_ids: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE) -> RadixKey:
+    def of(cls, token_ids: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE, priority: int = 0) -> RadixKey:
         """`token_ids`: (num_tokens,) int32. Copies once: O(num_tokens)."""
         if token_ids.dtype != np.int32:
             raise TypeError(f"token_ids must be int32, not {token_ids.dtype}")
-        return cls(token_ids.tobytes(), namespace)
+        return cls(token_ids.tobytes(), namespace, priority)
 
     def tokens(self) -> np.ndarray:
         """(num_tokens,) int32, read-only view."""
@@ -63,7 +65,7 @@ class RadixKey:
 
     def head(self, num_tokens: int) -> RadixKey:
         """The key of the first `num_tokens` tokens."""
-        return RadixKey(self.raw[: num_tokens * TOKEN_BYTES], self.namespace)
+        return RadixKey(self.raw[: num_tokens * TOKEN_BYTES], self.namespace, self.priority)
 
     def __len__(self) -> int:
         return self.num_tokens

@@ -127,7 +127,7 @@ class Sequence:
     def __init__(self, request: Request, sampling: SamplingParams, arrival: int) -> None:
         self.request = request
         self.sampling = sampling
-        self.key = RadixKey.of(request.prompt_token_ids, request.namespace)  # of every known token when it waits
+        self.key = self._key_of(request.prompt_token_ids)  # of every known token when it waits
         self.prompt = self.key.tokens()  # a copy: the client's array may change
         self.arrival = arrival
         self.arrival_ns = time.monotonic_ns()
@@ -174,7 +174,7 @@ class Sequence:
 
     def rekey(self) -> None:
         """Make `key` the key of every known token, as it is needed for the next admission."""
-        self.key = RadixKey.of(self.tokens(), self.request.namespace)
+        self.key = self._key_of(self.tokens())
 
     def note_first_token(self) -> None:
         if self.first_token_ns is None:
@@ -192,4 +192,7 @@ class Sequence:
         """The key of the first `num_tokens` known tokens."""
         if num_tokens <= self.key.num_tokens:
             return self.key.head(num_tokens)
-        return RadixKey.of(self.tokens()[:num_tokens], self.request.namespace)
+        return self._key_of(self.tokens()[:num_tokens])
+
+    def _key_of(self, token_ids: np.ndarray) -> RadixKey:
+        return RadixKey.of(token_ids, self.request.namespace, self.request.priority)

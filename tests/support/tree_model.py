@@ -49,6 +49,7 @@ class CacheRig:
         page_size: int = 4,
         events: EventSink | None = None,
         eviction_observer: EvictionObserver | None = None,
+        eviction_policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         load_builtin_caches()
@@ -72,6 +73,7 @@ class CacheRig:
             page_size=page_size,
             events=events,
             eviction_observer=eviction_observer,
+            eviction_policy=eviction_policy,
             clock=clock,
         )
         self.cache: BasePrefixCache = default_registry.seal().get(cache_type).ctor(self.deps)

@@ -123,7 +123,7 @@ def test_module_and_console_script_are_the_same_program() -> None:
     result = subprocess.run([sys.executable, "-m", "app", "bench"], capture_output=True, text=True, cwd=ROOT)
 
     assert result.returncode == 2
-    assert result.stderr == "tpukv: error: tpukv bench needs a command: one of tree, engine, serve, compare\n"
+    assert result.stderr == "tpukv: error: tpukv bench needs a command: one of tree, policies, engine, serve, compare\n"
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -137,8 +137,11 @@ def test_module_and_console_script_are_the_same_program() -> None:
             "generat",
             "tpukv has no command 'generat', did you mean generate?: one of serve, generate, demo, doctor, bench",
         ),
-        ("bench", "tpukv bench needs a command: one of tree, engine, serve, compare"),
-        ("bench tre", "tpukv bench has no command 'tre', did you mean tree?: one of tree, engine, serve, compare"),
+        ("bench", "tpukv bench needs a command: one of tree, policies, engine, serve, compare"),
+        (
+            "bench tre",
+            "tpukv bench has no command 'tre', did you mean tree?: one of tree, policies, engine, serve, compare",
+        ),
         (
             "--page-size 4 generate",
             "'--page-size' stands before the command: options come after one of serve, generate, demo, doctor, bench",
@@ -159,7 +162,10 @@ def test_module_and_console_script_are_the_same_program() -> None:
         ("doctor --page_size 0", "--page-size=0 is not allowed: a whole number, 1 to 1024"),
         ("doctor --max-total-tokens None", "--max-total-tokens='None' is not allowed: a whole number"),
         ("doctor --dtype float16", "--dtype='float16' is not allowed: one of auto, float32, bfloat16"),
-        ("doctor --eviction-policy fifo", "--eviction-policy='fifo' is not allowed: one of lru"),
+        (
+            "doctor --eviction-policy fifo",
+            "--eviction-policy='fifo' is not allowed: one of lru, lfu, slru, priority, hit_density",
+        ),
         ("doctor --check-invariants=yes", "--check-invariants takes no value: '--check-invariants=yes'"),
         ("doctor --check-invariants yes", "unexpected argument 'yes'; see tpukv doctor --help"),
         ("doctor --dp-size 2", "--dp-size=2 is not allowed: 1; more than one is not yet supported"),

@@ -22,10 +22,10 @@ from app.caches.base import NO_PAGES, EventSink, EvictionObserver, InsertResult,
 from app.caches.receipts import ReceiptBook
 from app.caches.tree.components.base import Offer, TreeComponent
 from app.caches.tree.evicted import EvictionMemory
-from app.caches.tree.lru import EvictionOrder
-from app.caches.tree.node import EVICTED, TreeNode
+from app.caches.tree.node import EVICTED, TreeNode, make_as_urgent
 from app.caches.tree.owned import OwnedIds
 from app.caches.tree.place import Place, cut_to_usable, descend
+from app.caches.tree.policies.order import EvictionOrder
 from app.caches.tree.runs import joined, sealed, spans
 from app.caches.tree.telling import announce, tell_eviction
 from app.core.keys import TOKEN_BYTES, Namespace, RadixKey
@@ -90,6 +90,7 @@ class TreeCore:
             end += shared * self.page_bytes
         if end == 0:
             return _NOTHING
+        make_as_urgent(node, key.priority)
         hits = int(key is not self._last_matched)
         self._last_matched = key
         pages = joined(self._refresh(node, hits))
@@ -174,8 +175,9 @@ class TreeCore:
             self.owned.claim(adopted)
         if partial is not None:
             node = self._split(partial, shared)
+        make_as_urgent(node, key.priority)
         if adopted.size:
-            node = self._attach(node, raw[present * self.page_bytes : count * self.page_bytes], adopted)
+            node = self._attach(node, raw[present * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
             offer.adopt(node, self._split)
         runs = self._refresh(node, 0)
@@ -185,7 +187,7 @@ class TreeCore:
         return InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
 
     def evict(self, num_pages: int) -> np.ndarray:
-        """Drop the nodes that are next in the order, leaves, until `num_pages` or more are out or none is unlocked.
+        """Drop leaves, in the order of the policy, until `num_pages` or more are out, or nothing is unlocked.
 
         -> (n,) int32, the pages, no longer the tree's. O(nodes dropped).
         """
@@ -271,6 +273,8 @@ class TreeCore:
             serial=next(self._serials),  # the lower one still ends where it ended
             hits=lower.hits,
             used_at=lower.used_at,
+            past_uses=lower.past_uses,
+            priority=lower.priority,
         )
         lower.start += num_pages * self.page_size
         upper.hashes, lower.hashes = lower.hashes[:num_pages], lower.hashes[num_pages:]
@@ -281,13 +285,15 @@ class TreeCore:
         if lower.lock_ref:
             upper.lock_ref = 1
         else:
-            self.order.add(upper)
+            self.order.split(lower, upper)
         for component in self.components:
             component.split(upper, lower)
         return upper
 
-    def _attach(self, parent: TreeNode, edge: bytes, pages: np.ndarray) -> TreeNode:
+    def _attach(self, parent: TreeNode, edge: bytes, pages: np.ndarray, priority: int) -> TreeNode:
         """A new leaf. Its ancestors are refreshed after it, by the caller."""
+        first_page = edge[: self.page_bytes]
+        uses = self.evicted.uses(parent.serial, first_page)
         leaf = TreeNode(
             parent=parent,
             namespace=parent.namespace,
@@ -296,12 +302,12 @@ class TreeCore:
             epoch=self.receipts.epoch,
             start=parent.end,
             serial=next(self._serials),
-            hits=0,
-            used_at=0.0,
+            past_uses=uses if parent.parent is None else min(uses, parent.uses),
+            priority=priority,
         )
         if parent.parent is None:
             self.roots[parent.namespace] = parent
-        parent.children[edge[: self.page_bytes]] = leaf
+        parent.children[first_page] = leaf
         self.num_nodes += 1
         self.evictable_pages += pages.size
         self.order.add(leaf)
@@ -318,7 +324,7 @@ class TreeCore:
             tell_eviction(self._observer, leaf, now)
         first_page = leaf.edge[: self.page_bytes]
         del parent.children[first_page]
-        self.evicted.remember(parent.serial, first_page, now)
+        self.evicted.remember(parent.serial, first_page, now, leaf.uses)
         leaf.epoch = EVICTED
         self.num_nodes -= 1
         if parent.parent is None and not parent.children:

@@ -156,7 +156,7 @@ def _with_difference(miss: Miss, raw: bytes, page: bytes, place: _Place) -> Miss
 
 
 def _most_recent(tree: TreeCore) -> Iterator[TreeNode]:
-    """Every node once: the locked ones, then the others, last used first."""
+    """Every node once: the locked ones, then the others, last to be evicted first."""
     seen: set[TreeNode] = set()
     for holder in tree.receipts.held():
         node = holder

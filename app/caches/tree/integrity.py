@@ -98,6 +98,8 @@ def _uses(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
             broken.append("the children of a node were matched more often than the node")
         if not node.lock_ref and any(child.used_at > node.used_at for child in node.children.values()):
             broken.append("a child was used after its parent")
+        if any(child.uses > node.uses or child.priority < node.priority for child in node.children.values()):
+            broken.append("a child was used more often, or by a more urgent request, than its parent")
         if node.used_at > tree.clock():
             broken.append("a node was used in the future")
     serials = {node.serial for node in nodes}

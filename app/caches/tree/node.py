@@ -23,6 +23,8 @@ class TreeNode:
     serial: names the place at the end of the edge, and no other place ever, even after the node is gone. A root's is
         its namespace: roots come and go with their first and last child.
     hits: matches whose path covers the node; one for a request that had to ask again and again.
+    past_uses: uses of its place before the node was made, as far as the tree remembers.
+    priority: that of the most urgent request that used it or anything below it; lower is more urgent.
     used_at: when it last was matched, inserted or unlocked; the tree's clock.
     """
 
@@ -36,6 +38,8 @@ class TreeNode:
         "namespace",
         "pages",
         "parent",
+        "past_uses",
+        "priority",
         "serial",
         "start",
         "used_at",
@@ -51,8 +55,10 @@ class TreeNode:
         epoch: int,
         start: int,
         serial: int | Namespace,
-        hits: int,
-        used_at: float,
+        hits: int = 0,
+        used_at: float = 0.0,
+        past_uses: int = 0,
+        priority: int = 0,
     ) -> None:
         self.parent = parent
         self.namespace = namespace
@@ -63,6 +69,8 @@ class TreeNode:
         self.serial = serial
         self.hits = hits
         self.used_at = used_at
+        self.past_uses = past_uses
+        self.priority = priority
         self.children: dict[bytes, TreeNode] = {}
         self.lock_ref = 0
         self.hashes: list[bytes] = []
@@ -78,11 +86,21 @@ class TreeNode:
             epoch=epoch,
             start=0,
             serial=namespace,
-            hits=0,
-            used_at=0.0,
         )
+
+    @property
+    def uses(self) -> int:
+        """How often its place was used again; never more often than that of its parent."""
+        return self.hits + self.past_uses
 
     @property
     def end(self) -> int:
         """Tokens from the root to the end of the edge."""
         return self.start + len(self.edge) // TOKEN_BYTES
+
+
+def make_as_urgent(node: TreeNode, priority: int) -> None:
+    """Raise a path to the urgency of a request that uses it. Stops at the first node that is as urgent already."""
+    while node.priority > priority and node.parent is not None:
+        node.priority = priority
+        node = node.parent

@@ -255,7 +255,7 @@ def test_the_memory_of_evictions_is_bounded_and_keeps_the_latest() -> None:
     # given
     memory = EvictionMemory()
     for index in range(20_000):
-        memory.remember(index, b"page", float(index))
+        memory.remember(index, b"page", float(index), 0)
         assert len(memory) <= 4096
 
     # then

@@ -10,9 +10,9 @@ from pytest_mock import MockerFixture
 
 from app.caches.radix_cache import RadixCache
 from app.caches.tree.core import TreeCore
-from app.caches.tree.lru import LruOrder, make_eviction_order
+from app.caches.tree.policies.lru import LruOrder
 from app.core.keys import Namespace
-from app.errors import ConfigError, IntegrityError, OwnershipError, StaleHandleError
+from app.errors import IntegrityError, OwnershipError, StaleHandleError
 from app.observability.kv_events import KvEventRecorder, KvEventReplica
 from tests.support.tree_model import CacheRig, key_of
 
@@ -291,11 +291,6 @@ def test_a_chain_of_20000_nodes_reaches_no_recursion_limit() -> None:
 def test_a_split_at_the_top_of_a_path_leaves_the_rest_reachable(rig: CacheRig) -> None:
     rig.store(range(64))
     assert [rig.matched(range(length)) for length in (5, 65, 9, 65, 64)] == [4, 64, 8, 64, 60]
-
-
-def test_an_unknown_eviction_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="eviction_policy='lfu' is not allowed: one of lru"):
-        make_eviction_order("lfu")
 
 
 def test_integrity_check_finds_what_is_broken() -> None:

@@ -62,7 +62,7 @@ def test_defaults_are_accepted_and_cannot_be_changed() -> None:
         ("log_level", "loud"),
         ("log_format", "xml"),
         ("disable_overlap", None),
-        ("eviction_policy", "lfu"),
+        ("eviction_policy", "random"),
     ],
 )
 def test_each_field_is_refused_by_its_flag_with_value_and_what_is_allowed(field: str, value: object) -> None:

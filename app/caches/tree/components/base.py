@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from app.caches.base import NO_PAGES, InsertResult, MatchResult
-from app.caches.tree.lru import EvictionOrder
 from app.caches.tree.node import TreeNode
 from app.caches.tree.owned import OwnedIds
+from app.caches.tree.policies.order import EvictionOrder
 from app.config.model_config import Component
 
 Split = Callable[[TreeNode, int], TreeNode]  # TreeCore's: puts the first pages of a node into a new one above it

@@ -15,8 +15,8 @@ import numpy as np
 
 from app.caches.base import InsertResult, MatchResult
 from app.caches.tree.components.base import Part, Split, TreeComponent, upwards
-from app.caches.tree.lru import EvictionOrder
 from app.caches.tree.node import TreeNode
+from app.caches.tree.policies.order import EvictionOrder
 from app.config.model_config import Component
 from app.core.sliding_window import first_needed_page
 
@@ -71,7 +71,7 @@ class WindowComponent(TreeComponent):
         self.parts[upper] = Part(part.ids[:num_pages].copy(), part.lock_ref)
         part.ids = part.ids[num_pages:].copy()
         if not part.lock_ref:
-            self.order.add(upper)
+            self.order.split(lower, upper)
 
     def named(self, node: TreeNode) -> dict[str, Any]:
         pages = np.zeros(node.end // self.page_size, np.int32)
