@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from app.config.model_config import Component
 from app.models.decoder import Kept, Recurrence
@@ -73,7 +74,9 @@ class ArrayStep:
         self, q: jax.Array, latent: jax.Array, kept: Kept, scores: Scores, value_dim: int
     ) -> tuple[jax.Array, Kept]:
         rows, places = self.reaches[Component.FULL]
-        latents = _written(kept[Component.FULL.value].keys, places, latent)
+        held: jax.Array = kept[Component.FULL.value].keys
+        q, latent = (_widened(values, held.shape[-1]) for values in (q, latent))
+        latents = _written(held, places, latent)
         attended = self.attend_rows(q, latent_array(latents, value_dim), rows, scores, None)
         return attended, {**kept, Component.FULL.value: LayerKV(latents, None)}
 
@@ -116,3 +119,8 @@ def extend_step(
 def _written(array: jax.Array, places: TokenPlaces, tokens: jax.Array) -> jax.Array:
     """tokens: (T, ...), a line of the array for each."""
     return write_tokens(array, places.pages, places.offsets, tokens.reshape(tokens.shape[0], -1))
+
+
+def _widened(values: jax.Array, width: int) -> jax.Array:
+    """Zeros behind each of (T, ..., n), up to the width that the pool stores."""
+    return jnp.pad(values, (*((0, 0),) * (values.ndim - 1), (0, width - values.shape[-1])))

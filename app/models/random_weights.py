@@ -22,11 +22,8 @@ class RandomWeights:
         self._seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         for plan, layer in decoder_of(config).plans():
-            if EXPERT not in plan.name:
-                self._shapes[plan.name.format(layer=layer)] = plan.shape
-                continue
-            for expert in range(plan.shape[0]):
-                self._shapes[plan.name.format(layer=layer, expert=expert)] = plan.shape[1:]
+            for expert in range(plan.shape[0] if EXPERT in plan.name else 1):
+                self._shapes[plan.name.format(layer=layer, expert=expert)] = plan.tensor_shape
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,6 +27,10 @@ MESH_AXES: Mapping[str, str | None] = MappingProxyType(
         "expert_ffn": None,
         "embed": None,
         "head_dim": None,
+        "group": None,
+        "latent": None,
+        "state": None,
+        "taps": None,
     }
 )
 
@@ -41,13 +45,22 @@ class TensorPlan:
 
     name: Hugging Face's; {layer} and {expert} stand for their numbers.
     shape: over all ranks, before the padding of "vocab" and the replication of "kv_heads".
-    take: the weight as a view of the checkpoint's tensor, which may be a mapped file.
+    take: the weight as a view of the checkpoint's tensor, which may be a mapped file. Plans that take alike are equal.
+    stored_shape: of the checkpoint's tensor, where it is another; of one expert's where there is a tensor for each.
     """
 
     name: str
     axes: tuple[str, ...]  # logical, one for each of shape
     shape: tuple[int, ...]
     take: Callable[[np.ndarray], np.ndarray] = whole
+    stored_shape: tuple[int, ...] | None = None
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of the tensor, or of each expert's tensor, in a checkpoint."""
+        if self.stored_shape is not None:
+            return self.stored_shape
+        return self.shape[1:] if EXPERT in self.name else self.shape
 
     @property
     def num_elements(self) -> int:

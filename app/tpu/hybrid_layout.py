@@ -55,7 +55,7 @@ def _kv(spec: PoolSpec | None, mesh: Mesh) -> KVBuffers:
         return KVBuffers((), ())
     if spec.arrays_per_layer == 2:
         return ArrayPerLayer().abstract(spec, mesh)
-    shape = (spec.num_pages + 1, spec.page_size, spec.head_dim)
+    shape = (spec.num_pages + 1, spec.page_size, spec.stored_head_dim)
     latent: Any = jax.ShapeDtypeStruct(shape, STORED_AS[spec.dtype], sharding=NamedSharding(mesh, WHOLE))
     return KVBuffers(keys=(latent,) * spec.num_layers, values=())
 

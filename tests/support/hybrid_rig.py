@@ -147,9 +147,8 @@ class HybridRows:
                 for row, position in zip(rows, positions, strict=True)
             ]
             pages = np.concatenate(passed)
-            if pages.size:
-                poisoned = jax.tree.map(lambda array: array.at[pages].set(POISON), self.buffers.window)
-                self.buffers = self.buffers._replace(window=poisoned)
+            poisoned = jax.tree.map(lambda array: array.at[pages].set(POISON), self.buffers.window)
+            self.buffers = self.buffers._replace(window=poisoned)
         if self._spec.states is not None:
             slots = slice(0, self._spec.states.running_slot(0))
             self.buffers = self.buffers._replace(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+Draw = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
 
 
 def _normal(mean: float, spread: float) -> Draw:
@@ -22,7 +22,7 @@ def _uniform(low: float, high: float) -> Draw:
     return lambda rng, shape: rng.uniform(low, high, shape)
 
 
-def _matrix(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def _matrix(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
     """Keeps the scale of what it multiplies; (..., out, in)."""
     return rng.normal(0, shape[-1] ** -0.5, shape)
 
@@ -42,7 +42,7 @@ _BY_ENDING: tuple[tuple[str, Draw], ...] = (
 
 def seeded_weight(name: str, shape: Sequence[int]) -> np.ndarray:
     """float32 of the given shape; the same on every machine."""
-    rng = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    rng = np.random.RandomState(zlib.crc32(name.encode()))  # its stream is frozen, other generators' may change
     draw = next((draw for ending, draw in _BY_ENDING if name.endswith(ending)), _matrix)
     return draw(rng, tuple(shape)).astype(np.float32)
 

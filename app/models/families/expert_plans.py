@@ -8,28 +8,33 @@ import numpy as np
 
 from app.config.model_config import ExpertsConfig, ModelConfig
 from app.models.ffns.experts import ExpertFfn, ExpertFfnWeights
-from app.models.layers.moe import ClampedGate, ExpertWeights, SoftmaxRouter, silu_gate
+from app.models.layers.moe import ClampedGate, ExpertWeights, Router, SoftmaxRouter, silu_gate
 from app.models.weight_plan import EXPERT, LAYER, TensorPlan
 
-_MATRIX, _BACK = ("experts", "expert_ffn", "embed"), ("experts", "embed", "expert_ffn")
+_MATRIX, _BACK = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
 _STEEPNESS = 1.702  # of gpt_oss's gate
 
 
-def expert_ffn(config: ModelConfig, experts: ExpertsConfig) -> ExpertFfn:
-    """With a tensor for each expert's matrix, and SwiGLU."""
+def expert_ffn(config: ModelConfig, experts: ExpertsConfig, router: Router, bias: str | None = None) -> ExpertFfn:
+    """With a tensor for each expert's matrix, and SwiGLU. bias: the name of the router's, beside its weight."""
     module = f"{LAYER}.mlp"
     count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size
+    name = f"{module}.experts.{EXPERT}.{{}}_proj.weight"
     plans: dict[str, Any] = {
-        "gate": TensorPlan(f"{module}.experts.{EXPERT}.gate_proj.weight", _MATRIX, (count, inner, width)),
-        "up": TensorPlan(f"{module}.experts.{EXPERT}.up_proj.weight", _MATRIX, (count, inner, width)),
-        "down": TensorPlan(f"{module}.experts.{EXPERT}.down_proj.weight", _BACK, (count, width, inner)),
+        "gate": TensorPlan(name.replace("{}", "gate"), _MATRIX, (count, width, inner), _transposed, (inner, width)),
+        "up": TensorPlan(name.replace("{}", "up"), _MATRIX, (count, width, inner), _transposed, (inner, width)),
+        "down": TensorPlan(name.replace("{}", "down"), _BACK, (count, inner, width), _transposed, (width, inner)),
     }
-    router = TensorPlan(f"{module}.gate.weight", ("expert", "embed"), (count, width))
-    return ExpertFfn(
-        SoftmaxRouter(experts.experts_per_token, experts.normalised),
-        silu_gate,
-        ExpertFfnWeights(router, ExpertWeights(**plans)),
+    weights = ExpertFfnWeights(
+        TensorPlan(f"{module}.gate.weight", ("expert", "embed"), (count, width)),
+        ExpertWeights(**plans),
+        None if bias is None else TensorPlan(f"{module}.gate.{bias}", ("expert",), (count,)),
     )
+    return ExpertFfn(router, silu_gate, weights)
+
+
+def softmax_router(experts: ExpertsConfig) -> SoftmaxRouter:
+    return SoftmaxRouter(experts.experts_per_token, experts.normalised)
 
 
 def fused_expert_ffn(config: ModelConfig, experts: ExpertsConfig, gate_limit: float) -> ExpertFfn:
@@ -37,16 +42,17 @@ def fused_expert_ffn(config: ModelConfig, experts: ExpertsConfig, gate_limit: fl
     module = f"{LAYER}.mlp"
     count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size
     both, out = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
+    stored = (count, width, 2 * inner)
     plans: dict[str, Any] = {
-        "gate": TensorPlan(both, _MATRIX, (count, inner, width), _even_columns),
-        "up": TensorPlan(both, _MATRIX, (count, inner, width), _odd_columns),
-        "down": TensorPlan(out, _BACK, (count, width, inner), _transposed),
-        "gate_bias": TensorPlan(f"{both}_bias", ("experts", "expert_ffn"), (count, inner), _even),
-        "up_bias": TensorPlan(f"{both}_bias", ("experts", "expert_ffn"), (count, inner), _odd),
+        "gate": TensorPlan(both, _MATRIX, (count, width, inner), _even, stored),
+        "up": TensorPlan(both, _MATRIX, (count, width, inner), _odd, stored),
+        "down": TensorPlan(out, _BACK, (count, inner, width)),
+        "gate_bias": TensorPlan(f"{both}_bias", ("experts", "expert_ffn"), (count, inner), _even, (count, 2 * inner)),
+        "up_bias": TensorPlan(f"{both}_bias", ("experts", "expert_ffn"), (count, inner), _odd, (count, 2 * inner)),
         "down_bias": TensorPlan(f"{out}_bias", ("experts", "embed"), (count, width)),
     }
     return ExpertFfn(
-        SoftmaxRouter(experts.experts_per_token, experts.normalised),
+        softmax_router(experts),
         ClampedGate(gate_limit, _STEEPNESS),
         ExpertFfnWeights(
             TensorPlan(f"{module}.router.weight", ("expert", "embed"), (count, width)),
@@ -66,11 +72,3 @@ def _odd(tensor: np.ndarray) -> np.ndarray:
 
 def _transposed(tensor: np.ndarray) -> np.ndarray:
     return tensor.swapaxes(-1, -2)
-
-
-def _even_columns(tensor: np.ndarray) -> np.ndarray:
-    return _transposed(_even(tensor))
-
-
-def _odd_columns(tensor: np.ndarray) -> np.ndarray:
-    return _transposed(_odd(tensor))

@@ -10,7 +10,10 @@
 | gemma2 | window, full, window, ... | norms on both sides, soft caps |
 | gemma3_text | five windows, then full | norms on both sides and of heads, two ropes |
 | gpt_oss | window, full, window, ... | sinks, biases, experts |
-| qwen3_next, falcon_h1, jamba | recurrent and full | no decoder yet: read as far as memory is concerned |
+| deepseek_v3 | full | latents for keys and values, experts in groups, shared experts |
+| qwen3_next | gated delta net or full | a gate on attention, experts, a shared expert |
+| falcon_h1 | state space and full in each | constants in many places |
+| jamba | recurrent and full | no decoder: read as far as memory is concerned |
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from app.config.model_config import ModelConfig
 from app.errors import ConfigError
 from app.models.decoder import Decoder
 from app.models.families import gemma, llama_like, recurrent
+from app.models.families.deepseek import deepseek_v3, latent_transformer
+from app.models.families.falcon_h1 import attention_beside_state_space, falcon_h1
 from app.models.families.fields import Fields
 from app.models.families.gpt_oss import gpt_oss
+from app.models.families.qwen3_next import delta_and_attention, qwen3_next
 from app.models.families.transformer import transformer
 
 
@@ -45,8 +51,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma2": Family(gemma.gemma2, transformer),
         "gemma3_text": Family(gemma.gemma3_text, transformer),
         "gpt_oss": Family(gpt_oss, transformer),
-        "qwen3_next": Family(recurrent.unserved, None),
-        "falcon_h1": Family(recurrent.unserved, None),
+        "deepseek_v3": Family(deepseek_v3, latent_transformer),
+        "qwen3_next": Family(qwen3_next, delta_and_attention),
+        "falcon_h1": Family(falcon_h1, attention_beside_state_space),
         "jamba": Family(recurrent.unserved, None),
     }
 )

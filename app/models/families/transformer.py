@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.config.model_config import Component, ModelConfig
 from app.errors import ConfigError
 from app.models.decoder import Decoder, DecoderLayer, Ffn
-from app.models.families.expert_plans import expert_ffn, fused_expert_ffn
+from app.models.families.expert_plans import expert_ffn, fused_expert_ffn, softmax_router
+from app.models.families.parts import Rows
 from app.models.ffns.gated import GatedFfn, GatedWeights
 from app.models.layers.attention import Scores
 from app.models.layers.norms import RmsNorm
@@ -15,14 +18,19 @@ from app.models.weight_plan import LAYER, TensorPlan
 
 
 def transformer(config: ModelConfig) -> Decoder:
-    norm = norm_of(config)
+    return around(config, [_layer(config, index) for index in range(config.num_layers)])
+
+
+def around(config: ModelConfig, layers: Sequence[DecoderLayer], final_norm: str = "model.norm") -> Decoder:
+    """The decoder that has these layers. final_norm: its module."""
     return Decoder(
-        layers=tuple(_layer(config, index, norm) for index in range(config.num_layers)),
+        layers=tuple(layers),
         embedding=embedding_plan(config),
         head=head_plan(config),
-        final_norm=norm_plan(config, "model.norm"),
-        norm=norm,
+        final_norm=norm_plan(config, final_norm),
+        norm=norm_of(config),
         embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale,
         logit_soft_cap=config.logit_soft_cap,
     )
 
@@ -55,21 +63,24 @@ def grouped_attention(config: ModelConfig, component: Component) -> GroupedAtten
         rope=_rope(config, component),
         scores=Scores(scale=scale, soft_cap=config.attention_soft_cap, window=window),
         head_norm=norm_of(config),
+        out_scale=config.attention_out_scale,
         plans=_attention_plans(config),
     )
 
 
-def gated_ffn(config: ModelConfig, module: str = f"{LAYER}.mlp") -> GatedFfn:
-    width, inner = config.hidden_size, config.intermediate_size
+def gated_ffn(config: ModelConfig, module: str = f"{LAYER}.mlp", size: int | None = None) -> GatedFfn:
+    """size: of its inner products, where it is not the model's intermediate size."""
+    width, inner = config.hidden_size, size or config.intermediate_size
     plans = GatedWeights(
         gate=TensorPlan(f"{module}.gate_proj.weight", ("ffn", "embed"), (inner, width)),
         up=TensorPlan(f"{module}.up_proj.weight", ("ffn", "embed"), (inner, width)),
         down=TensorPlan(f"{module}.down_proj.weight", ("embed", "ffn"), (width, inner)),
     )
-    return GatedFfn(config.activation, plans)
+    return GatedFfn(config.activation, plans, config.ffn_gate_scale, config.ffn_out_scale)
 
 
-def _layer(config: ModelConfig, index: int, norm: RmsNorm) -> DecoderLayer:
+def _layer(config: ModelConfig, index: int) -> DecoderLayer:
+    norm = norm_of(config)
     kinds = config.components_of(index)
     if len(kinds) != 1 or Component.RECURRENT in kinds:
         raise ConfigError(field="model", value=config.architecture, allowed=f"layer {index} has one kind of attention")
@@ -90,7 +101,7 @@ def _ffn(config: ModelConfig, index: int) -> Ffn:
         return gated_ffn(config)
     if config.experts.gate_limit is not None:
         return fused_expert_ffn(config, config.experts, config.experts.gate_limit)
-    return expert_ffn(config, config.experts)
+    return expert_ffn(config, config.experts, softmax_router(config.experts))
 
 
 def _rope(config: ModelConfig, component: Component) -> Rope:
@@ -114,6 +125,13 @@ def _attention_plans(config: ModelConfig) -> AttentionWeights[TensorPlan]:
             q_bias=TensorPlan(f"{module}.q_proj.bias", ("heads",), (heads,)),
             k_bias=TensorPlan(f"{module}.k_proj.bias", ("kv_heads",), (kv_heads,)),
             v_bias=TensorPlan(f"{module}.v_proj.bias", ("kv_heads",), (kv_heads,)),
+        )
+    if config.attention_gate:  # in the rows of the queries' matrix, after each head's
+        both = (2 * heads, width)
+        own, gate = (Rows(config.num_heads, part * config.head_dim, config.head_dim) for part in (0, 1))
+        plans = plans._replace(
+            q=TensorPlan(f"{module}.q_proj.weight", ("heads", "embed"), (heads, width), own, both),
+            gate=TensorPlan(f"{module}.q_proj.weight", ("heads", "embed"), (heads, width), gate, both),
         )
     if config.attention_out_bias:
         plans = plans._replace(o_bias=TensorPlan(f"{module}.o_proj.bias", ("embed",), (width,)))

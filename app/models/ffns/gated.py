@@ -27,11 +27,13 @@ class GatedWeights(NamedTuple, Generic[Leaf]):
 
 @dataclass(frozen=True, slots=True)
 class GatedFfn:
-    """An Ffn. activation: a key of ACTIVATIONS."""
+    """An Ffn. activation: a key of ACTIVATIONS, of the gate times gate_scale."""
 
     activation: str
     plans: GatedWeights[TensorPlan]
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def apply(self, weights: GatedWeights[jax.Array], x: jax.Array) -> jax.Array:
-        inner = ACTIVATIONS[self.activation](linear(x, weights.gate)) * linear(x, weights.up)
-        return linear(inner, weights.down)
+        inner = ACTIVATIONS[self.activation](linear(x, weights.gate) * self.gate_scale) * linear(x, weights.up)
+        return linear(inner, weights.down) * self.out_scale

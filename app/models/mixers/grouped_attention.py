@@ -30,6 +30,7 @@ class AttentionWeights(NamedTuple, Generic[Leaf]):
     q_norm: Leaf | None = None  # (head_dim,)
     k_norm: Leaf | None = None  # (head_dim,)
     sinks: Leaf | None = None  # (num_heads,)
+    gate: Leaf | None = None  # (heads, embed), of what was attended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class GroupedAttention:
     rope: Rope
     scores: Scores
     head_norm: RmsNorm
+    out_scale: float = 1.0
     plans: AttentionWeights[TensorPlan]
 
     @property
@@ -56,7 +58,10 @@ class GroupedAttention:
         v = self._heads(x, weights.v, weights.v_bias, None)
         turns = step.turns(self.rope)
         attended, kept = step.attend(rotate(q, *turns), rotate(k, *turns), v, kept, self.scores, weights.sinks)
-        return linear(attended, weights.o, None if weights.o_bias is None else once(weights.o_bias)), kept
+        if weights.gate is not None:
+            attended = attended * jax.nn.sigmoid(linear(x, weights.gate))
+        out = linear(attended, weights.o, None if weights.o_bias is None else once(weights.o_bias))
+        return out * self.out_scale, kept
 
     def _heads(self, x: jax.Array, matrix: jax.Array, bias: jax.Array | None, norm: jax.Array | None) -> jax.Array:
         projected = linear(x, matrix, bias).reshape(x.shape[0], -1, self.head_dim)

@@ -5,20 +5,23 @@ The measure is max |difference| over the greatest |logit| of the model; at most 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from app.config.model_config import Component
 from app.errors import ConfigError
 from app.models.decoder_programs import DecoderPrograms
 from app.models.families.table import num_parameters
 from app.models.model_runner import HybridModelRunner
-from app.tpu.mesh import make_mesh
-from tests.support.family_tp_check import NAMES, SIZES
+from app.models.random_weights import RandomWeights
+from app.tpu.mesh import DATA_AXIS, TENSOR_AXIS, make_mesh
+from tests.support.family_tp_check import SIZES
 from tests.support.forced_devices import run_on_eight_devices
 from tests.support.golden_models import golden_model, served_goldens
 from tests.support.hybrid_rig import HybridRows, hybrid_spec, open_hybrid
@@ -75,6 +78,45 @@ def test_chunks_and_single_tokens_give_the_golden_logits(name: str, page_size: i
             assert_close(found, model.logits[row][at[row]], greatest)
 
 
+def test_latents_may_be_stored_wider_than_they_are() -> None:
+    model = golden_model("deepseek_v3")
+    spec = hybrid_spec(model.config, page_size=16, num_pages=4)
+    assert spec.full is not None
+    wide = replace(spec, full=replace(spec.full, extra_head_dim=88))
+    rows = HybridRows(
+        open_hybrid(model.config, model.source(), wide),
+        model.config,
+        wide,
+        make_mesh(1, "cpu"),
+        num_rows=1,
+        num_pages=4,
+    )
+
+    extended = rows.extend([0], [model.sequences[0][:30]], [0], num_tokens=32)
+    decoded = rows.decode([0], [int(model.sequences[0][30])], [31])
+
+    assert rows.buffers.full.keys[0].shape[-1] == 128
+    greatest = np.abs(model.logits[0]).max()
+    assert_close(np.concatenate([extended, decoded]), model.logits[0][29:31], greatest)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_random_weights_are_of_the_checkpoints_shapes(name: str) -> None:
+    model = golden_model(name)
+    source = RandomWeights(model.config)
+
+    assert {tensor: list(source.tensor(tensor).shape) for tensor in source.names} == model.shapes
+
+
+def test_a_recurrent_layer_is_not_cut_within_a_head() -> None:
+    config = golden_model("qwen3_next").config
+    spec = hybrid_spec(config, page_size=16, num_pages=4, tp_size=4)
+    mesh = AbstractMesh((1, 4), (DATA_AXIS, TENSOR_AXIS))
+
+    with pytest.raises(ConfigError, match="2, the heads axis"):
+        DecoderPrograms(config, mesh, spec, "float32")
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_every_tensor_of_a_checkpoint_is_read_and_counted(name: str) -> None:
     model = golden_model(name)
@@ -99,8 +141,8 @@ def test_a_step_writes_every_pool_in_place(name: str) -> None:
     held = places(before)
     rows.decode([0], [5], [20])  # still within the first window: the rig poisons nothing
 
-    assert all(array.is_deleted() for array in jax.tree.leaves(before))
-    assert places(rows.buffers) == held
+    assert all(array.is_deleted() for array in jax.tree.leaves(before.full))
+    assert places(rows.buffers.full) == held[: len(jax.tree.leaves(before.full))]
 
 
 def test_pools_that_are_not_the_models_are_refused() -> None:
@@ -131,8 +173,7 @@ def cut() -> dict[str, Any]:
     return run_on_eight_devices("tests.support.family_tp_check")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize(("name", "tp_size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
 def test_a_model_cut_over_devices_is_the_same_model(cut: dict[str, Any], name: str, tp_size: int) -> None:
     model = golden_model(name)
     greatest = np.abs(model.logits[0]).max()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config.model_config import Component, ExpertsConfig, RopeScaling
+from app.config.model_config import Component, ExpertsConfig, RopeScaling, StateSpaceScales
 from app.errors import ConfigError
 from app.models.hf_config import load_model_config, model_config_from_hf
 
@@ -16,6 +17,32 @@ FULL, SWA, RECURRENT = Component.FULL, Component.SWA, Component.RECURRENT
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 GPT_OSS = {"sliding_window": 128, "rope_scaling": YARN, "num_local_experts": 8, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NEXT = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+FALCON = {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 16}
+DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 48,
+}
 
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -35,7 +62,13 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
 
 def needed(model_type: str) -> dict[str, Any]:
     """What a family's file must state beside the fields that all have."""
-    by_family = {"gpt_oss": GPT_OSS, "qwen3_moe": EXPERTS}
+    by_family = {
+        "gpt_oss": GPT_OSS,
+        "qwen3_moe": EXPERTS,
+        "qwen3_next": NEXT,
+        "falcon_h1": FALCON,
+        "deepseek_v3": DEEPSEEK,
+    }
     return by_family.get(model_type, {"sliding_window": 128} if model_type.startswith("gemma") else {})
 
 
@@ -109,8 +142,9 @@ def test_rope_settings_are_found_in_their_old_and_new_places(fields: dict[str, A
         ("gemma2", {"sliding_window": 512}, {FULL, SWA}, 512),
         ("gemma3_text", {"sliding_window": 512, "num_hidden_layers": 6}, {FULL, SWA}, 512),
         ("gpt_oss", GPT_OSS, {FULL, SWA}, 128),
-        ("qwen3_next", {}, {FULL, RECURRENT}, None),
-        ("falcon_h1", {}, {FULL, RECURRENT}, None),
+        ("deepseek_v3", DEEPSEEK, {FULL}, None),
+        ("qwen3_next", NEXT, {FULL, RECURRENT}, None),
+        ("falcon_h1", FALCON, {FULL, RECURRENT}, None),
         ("jamba", {}, {FULL, RECURRENT}, None),
     ],
 )
@@ -247,12 +281,90 @@ def test_a_family_that_is_no_name_is_refused(model_type: Any) -> None:
         ("gpt_oss", "swiglu_alpha", 1.0),
         ("gpt_oss", "num_local_experts", 0),
         ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "kv_lora_rank", None),
+        ("deepseek_v3", "topk_group", 5),
+        ("deepseek_v3", "n_routed_experts", 9),
+        ("qwen3_next", "attention_bias", True),
+        ("qwen3_next", "layer_types", ["linear_attention", "sliding_attention", "full_attention", "full_attention"]),
+        ("qwen3_next", "linear_num_value_heads", 3),
+        ("qwen3_next", "hidden_act", "gelu"),
+        ("falcon_h1", "mamba_proj_bias", True),
+        ("falcon_h1", "projectors_bias", True),
+        ("falcon_h1", "mamba_d_head", 32),
+        ("falcon_h1", "mamba_n_groups", 3),
+        ("falcon_h1", "ssm_multipliers", [1.0, 2.0]),
+        ("falcon_h1", "time_step_limit", [0.0, "much"]),
     ],
 )
 def test_a_field_that_cannot_be_served_is_refused_by_name(family: str, field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         model_config_from_hf(config(family, **{**needed(family), field: value}))
     assert caught.value.field == f"config.json {field}"
+
+
+def test_deepseek_keeps_one_latent_of_every_token() -> None:
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    model = model_config_from_hf(config("deepseek_v3", **DEEPSEEK, rope_scaling={**scaling, "mscale": 1.0}))
+
+    assert model.latent is not None
+    assert (model.latent_kv, model.num_kv_heads, model.head_dim, model.rotary_dim) == (True, 1, 40, 8)
+    assert (model.latent.latent_dim, model.latent.plain_dim, model.latent.value_dim) == (32, 24, 16)
+    assert model.latent.score_scale == pytest.approx(32**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert model.rope_scaling.attention_factor == 1.0
+    assert model.experts == ExpertsConfig(
+        num_experts=8,
+        experts_per_token=3,
+        intermediate_size=48,
+        dense_layers=frozenset({0}),
+        shared_size=96,
+        num_groups=4,
+        groups_per_token=2,
+        scale=2.5,
+    )
+
+
+def test_qwen3_next_has_a_state_in_most_layers_and_keys_and_values_in_the_others() -> None:
+    model = model_config_from_hf(config("qwen3_next", **NEXT, num_hidden_layers=8))
+    stated = model_config_from_hf(
+        config("qwen3_next", **NEXT, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    )
+
+    assert model.layers_with(FULL) == (3, 7)
+    assert model.layers_with(RECURRENT) == (0, 1, 2, 4, 5, 6)
+    assert (stated.layers_with(RECURRENT), stated.layers_with(FULL)) == ((0,), (1,))
+    assert model.rotary_dim == 8  # a quarter of a head
+    assert [(array.shape, array.sharded_axis) for array in model.recurrent_state] == [
+        ((3, 32), 1),
+        ((3, 32), 1),
+        ((3, 96), 1),
+        ((4, 16, 24), 0),
+    ]
+
+
+def test_falcon_h1_has_both_in_every_layer_and_folds_its_constants() -> None:
+    constants = {"attention_in_multiplier": 2.0, "key_multiplier": 0.5, "attention_out_multiplier": 3.0}
+    scales = {"ssm_in_multiplier": 2.0, "ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.0], "ssm_out_multiplier": 0.5}
+    model = model_config_from_hf(config("falcon_h1", **FALCON, **constants, **scales, time_step_limit=[0.1, 0.9]))
+    endless = model_config_from_hf(config("falcon_h1", **FALCON, time_step_limit=[0.0, {"__float__": "Infinity"}]))
+
+    assert model.layers_with(FULL) == model.layers_with(RECURRENT) == (0, 1, 2, 3)
+    assert model.attention_scale == pytest.approx(8**-0.5 * 2.0**2 * 0.5)
+    assert model.attention_out_scale == 6.0
+    assert model.state_space is not None
+    assert endless.state_space is not None
+    assert model.state_space.scales == StateSpaceScales(gate=2.0, x=4.0, into=6.0, read=8.0, step=10.0, out=0.5)
+    assert (model.state_space.least_step, model.state_space.greatest_step) == (0.1, 0.9)
+    assert (endless.state_space.least_step, endless.state_space.greatest_step) == (0.0, math.inf)
+    assert [(array.shape, array.sharded_axis) for array in model.recurrent_state] == [
+        ((3, 96), 1),
+        ((3, 32), None),
+        ((3, 32), None),
+        ((4, 24, 16), 0),
+    ]
 
 
 def test_a_scaling_without_its_factor_is_refused() -> None:
