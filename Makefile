@@ -21,6 +21,7 @@ AIPERF_VENV := .venv-aiperf
 # The TPU compiler is 700 MB that nothing else needs. Where it cannot be had, only what needs it is skipped; any other
 # failure to install it is one.
 TPU_VENV    := .venv-tpu
+TPU_TESTS   ?= tpu and not slow
 TPU_LOG     := $(TPU_VENV)/install.log
 TPU_SKIPPED := grep -qsE 'No matching distribution found|ERROR: .*HTTPS?ConnectionPool' $(TPU_LOG) || exit 1; \
   echo "SKIPPED: the TPU compiler cannot be had here; $(TPU_LOG) says why:" \
@@ -65,9 +66,10 @@ test-aiperf: $(TEST_DEPS) $(AIPERF_VENV)/.stamp ## run aiperf, a public load gen
 
 test-tpu: ## compile the step programs for TPUs that are not there, and check them; has an environment of its own
 	@$(MAKE) --no-print-directory $(TPU_VENV)/.stamp || { $(TPU_SKIPPED); exit 0; }; \
-	$(TPU_VENV)/bin/python -m pytest -m tpu -n $(WORKERS) $(ARGS) tests/tpu
+	$(TPU_VENV)/bin/python -m pytest -m "$(TPU_TESTS)" -n $(WORKERS) $(ARGS) tests/tpu
 
-test-tpu-full: test-tpu ## the same for every program on every TPU; writes docs/tpu-programs.md
+test-tpu-full: ## the same for every program on every TPU; writes docs/tpu-programs.md
+	@$(MAKE) --no-print-directory test-tpu TPU_TESTS=tpu
 	@test ! -e $(TPU_VENV)/.stamp || $(TPU_VENV)/bin/python -m tests.support.tpu_table docs/tpu-programs.md
 
 lint: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## check style, types and the direction of imports

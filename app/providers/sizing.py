@@ -16,6 +16,7 @@ from app.models.families.table import num_parameters
 from app.models.layers.attention_choice import AttentionChoice, AttentionKind, choose_attention
 from app.scheduling.limits import SchedulerLimits
 
+LATENT_TILE = 128
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -83,7 +84,10 @@ def attention_choice(
 ) -> AttentionChoice:
     """stored, computed: types of the pool's elements and of activations."""
     if model.is_hybrid:
-        return AttentionChoice(kind=AttentionKind.ROWS, reason="layers that differ have arrays of their own")
+        # Rows of a latent that fill no whole tiles make TPU programs copy the pool.
+        padding = -model.head_dim % LATENT_TILE if model.latent_kv and platform == "tpu" else 0
+        reason = "layers that differ have arrays of their own"
+        return AttentionChoice(kind=AttentionKind.ROWS, reason=reason, extra_head_dim=padding)
     return choose_attention(
         platform=platform,
         num_kv_heads=padded_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),

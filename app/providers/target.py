@@ -14,16 +14,18 @@ from app.core.ports import PoolSpec
 from app.errors import ConfigError
 from app.models.layers.attention_choice import AttentionChoice
 from app.models.layers.flat_attentions import flat_attention
-from app.providers import sizing
+from app.providers import hybrid, sizing
 from app.providers.step_memory import penalty_table_bytes, step_bytes
 from app.runtime.buckets import MIN_CHUNK, MIN_ROWS, bucket
-from app.runtime.programs import StepSizes, step_programs
-from app.tpu.compiled import compile_facts
+from app.runtime.programs import StepSizes, hybrid_step_programs, planned_name, step_programs
+from app.tpu.compiled import CompiledFacts, compile_facts
 from app.tpu.gate import broken_fit
+from app.tpu.mesh import TENSOR_AXIS
 from app.tpu.program import Program
 from app.tpu.targets import Target, find_target
 
 STEP = ("prefill", "decode")
+LAYERS = ("extend_layers", "decode_layers")  # the same where layers differ: some of them in each program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class TargetPlan:
     model: ModelConfig  # as served
     dtype: str
     attention: AttentionChoice
-    spec: PoolSpec
+    spec: PoolSpec  # of full pages
+    pool_bytes: int  # of all pools, over all ranks
     step_bytes: int  # kept for a step, of one device
     penalty_bytes: int  # of that, what stays for requests with penalties
     programs: tuple[Program, ...]
@@ -49,12 +52,21 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
     attention = sizing.attention_choice(args, model, "tpu", stored, dtype)
     page = sizing.as_stored(sizing.page_spec(args, model, stored), attention)
     memory, room = args.tp_size * target.memory_bytes, sizing.pool_room("tpu")
-    step = step_bytes(args, model, sizing.scheduler_limits(args, model), dtype)
-    num_pages = sizing.pool_pages(args, model, page.page_bytes, memory, dtype, room, step)
+    limits = sizing.scheduler_limits(args, model)
+    step = step_bytes(args, model, limits, dtype)
+    window, state = hybrid.window_page(args, model, page), hybrid.one_snapshot(args, model)
+    bytes_a_page = hybrid.bytes_a_page(args, model, page, window, state)
+    num_pages = sizing.pool_pages(args, model, bytes_a_page, memory, dtype, room, step)
     spec = sizing.with_pages(page, num_pages)
-    mesh = target.mesh(args.tp_size)
-    reads = flat_attention(attention.kind, spec, args.tp_size)
-    programs = step_programs(model, mesh, spec, reads, dtype, _largest_step(args, model))
+    window = hybrid.window_spec(args, model, window, num_pages, limits.chunk_tokens)
+    state = hybrid.state_spec(args, model, state, num_pages)
+    mesh, sizes = target.mesh(args.tp_size), _largest_step(args, model)
+    if model.is_hybrid:
+        kept = hybrid.hybrid_spec(spec, window, state)
+        programs = hybrid_step_programs(model, mesh, kept, args.page_size, dtype, sizes)
+    else:
+        reads = flat_attention(attention.kind, spec, args.tp_size)
+        programs = step_programs(model, mesh, spec, reads, dtype, sizes)
     return TargetPlan(
         target=target,
         mesh=mesh,
@@ -62,6 +74,7 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
         dtype=dtype,
         attention=attention,
         spec=spec,
+        pool_bytes=hybrid.pool_bytes(spec, window, state),
         step_bytes=step // args.tp_size,
         penalty_bytes=penalty_table_bytes(args, model),
         programs=tuple(programs),
@@ -81,7 +94,7 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
         "page_size": spec.page_size,
         "pool_pages": spec.num_pages,
         "pool_tokens": spec.num_pages * spec.page_size,
-        "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,
+        "pool_bytes": plan.pool_bytes,
         "context_length": model.context_length,
         "step_bytes": plan.step_bytes,
         "penalty_tables_bytes": plan.penalty_bytes,
@@ -90,22 +103,44 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
     for program in plan.programs:
         if program.name in STEP:
             facts |= _step_facts(program, plan)
+        elif planned_name(program.name) in LAYERS:
+            facts |= _layer_facts(program, plan)
     return facts
 
 
 def _step_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
     """Of one device, with the penalty tables that it may hold beside the program's arguments."""
+    compiled = _compiled(program, plan)
+    if broken := broken_fit(compiled, plan.target.memory_bytes, plan.penalty_bytes):
+        raise ConfigError(field="--target", value=plan.target.name, allowed=f"what this fits: {broken[0]}")
+    return _facts(compiled, compiled.total_bytes + plan.penalty_bytes)
+
+
+def _layer_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
+    """Of one device, with all that it holds meanwhile: weights and pools of other layers too."""
+    compiled = _compiled(program, plan)
+    ranks = plan.mesh.shape[TENSOR_AXIS]
+    held = (sizing.weight_bytes(plan.model, plan.dtype) + plan.pool_bytes) // ranks + plan.penalty_bytes
+    needed = held + compiled.temp_bytes
+    if needed > plan.target.memory_bytes:
+        allowed = f"what this fits: {program.name}: needs {needed:,} bytes of a device of {plan.target.memory_bytes:,}"
+        raise ConfigError(field="--target", value=plan.target.name, allowed=allowed)
+    return _facts(compiled, needed)
+
+
+def _compiled(program: Program, plan: TargetPlan) -> CompiledFacts:
     try:
-        compiled = compile_facts(program, plan.mesh)
+        return compile_facts(program, plan.mesh)
     except JaxRuntimeError as error:
         raise ConfigError(
             field="--target", value=plan.target.name, allowed=f"what {program.name} compiles for: {error}"
         ) from error
-    name = program.name
-    if broken := broken_fit(compiled, plan.target.memory_bytes, plan.penalty_bytes):
-        raise ConfigError(field="--target", value=plan.target.name, allowed=f"what this fits: {broken[0]}")
+
+
+def _facts(compiled: CompiledFacts, needed_bytes: int) -> dict[str, Any]:
+    name = compiled.name
     return {
-        f"{name}_needs_bytes": compiled.total_bytes + plan.penalty_bytes,
+        f"{name}_needs_bytes": needed_bytes,
         f"{name}_temporary_bytes": compiled.temp_bytes,
         f"{name}_sends": [f"{count} {kind}" for kind, count in sorted(compiled.collectives.items())],
         f"{name}_compiled_in": f"{compiled.seconds:.1f} s",

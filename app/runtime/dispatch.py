@@ -164,3 +164,11 @@ def table_row_programs(*, num_rows: int, max_pages: int, batch: int, width: int,
     table = replicated(mesh, (num_rows, max_pages), np.int32)
     arguments = (table, from_host((batch,), np.int32))
     return [Program(name="page_table_rows", function=_page_table, arguments=arguments, statics={"width": width})]
+
+
+def window_row_programs(*, num_rows: int, max_pages: int, batch: int, width: int, mesh: Mesh) -> list[Program]:
+    """The same for window pages, from each row's first page on."""
+    table = replicated(mesh, (num_rows, max_pages), np.int32)
+    row = from_host((batch,), np.int32)
+    arguments = (table, row, row)
+    return [Program(name="window_table_rows", function=_window_table, arguments=arguments, statics={"width": width})]

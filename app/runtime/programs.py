@@ -14,15 +14,19 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from app.config.model_config import ModelConfig
+from app.config.model_config import Component, ModelConfig
 from app.core.ports import PoolSpec
+from app.core.sliding_window import pages_seen
 from app.memory.req_to_token_pool import table_programs
+from app.models.decoder_programs import DecoderPrograms
 from app.models.flat_programs import FlatPrograms
 from app.models.layer_runs import layer_run_for
 from app.models.layers.flat_attention import FlatAttention
 from app.models.sampler import sampler_programs
-from app.runtime.dispatch import table_row_programs
+from app.runtime.dispatch import table_row_programs, window_row_programs
 from app.runtime.row_sampling import sampling_programs
+from app.tpu.hybrid_layout import HybridSpec
+from app.tpu.hybrid_pool import state_copy_programs
 from app.tpu.page_copies import PageCopies
 from app.tpu.program import Program
 
@@ -45,6 +49,16 @@ _MODEL = Sends(once={"all-reduce": 1, "all-gather": 1}, a_layer={"all-reduce": 2
 
 PLANNED_COLLECTIVES: Mapping[str, Sends] = MappingProxyType(
     {
+        # Of models whose layers keep different things.
+        "embed_tokens": Sends(once={"all-reduce": 1}, a_layer={}),
+        "embed_chunks": Sends(once={"all-reduce": 1}, a_layer={}),
+        "decode_layers": Sends(once={}, a_layer={"all-reduce": 2}),
+        "extend_layers": Sends(once={}, a_layer={"all-reduce": 2}),
+        "logits": Sends(once={"all-gather": 1}, a_layer={}),
+        "last_logits": Sends(once={"all-gather": 1}, a_layer={}),
+        "window_table_rows": _NOTHING,
+        "state_copy": _NOTHING,
+        # Of models whose every layer has full attention.
         "prefill": _MODEL,
         "decode": _MODEL,
         "page_table_update": _NOTHING,
@@ -92,3 +106,33 @@ def step_programs(
         *sampler_programs(num_rows=rows, batch=batch, vocab_size=config.vocab_size, mesh=mesh),
         *PageCopies(spec, mesh, attention.layout).programs(model.abstract_buffers(), sizes.copied_pages),
     ]
+
+
+def hybrid_step_programs(
+    config: ModelConfig, mesh: Mesh, spec: HybridSpec, page_size: int, dtype: str, sizes: StepSizes
+) -> list[Program]:
+    """The programs of a model over HybridBuffers; of layers, those of each pattern of them, named by what they do and
+    the layers that they stand for. Raises as `step_programs`.
+    """
+    model = DecoderPrograms(config, mesh, spec, dtype)
+    batch, width, chunk = sizes.batch, sizes.context_pages, sizes.chunk_tokens
+    rows, pages = sizes.num_rows, sizes.max_pages
+    window = config.sliding_window if Component.SWA in config.components else None
+    window_width = 1 if window is None else min(pages_seen(chunk, window, page_size), pages)
+    listed = [
+        *model.programs(batch=batch, width=width, window_width=window_width, num_tokens=chunk, max_chunk=chunk),
+        *table_programs(num_rows=rows, max_pages=pages, num_cells=batch, mesh=mesh),
+        *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
+        *sampling_programs(num_rows=rows, batch=batch, mesh=mesh),
+        *sampler_programs(num_rows=rows, batch=batch, vocab_size=config.vocab_size, mesh=mesh),
+    ]
+    if window is not None:
+        listed += window_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=window_width, mesh=mesh)
+    if spec.states is not None:
+        listed += state_copy_programs(spec.abstract(mesh).states, batch)
+    return listed
+
+
+def planned_name(program: str) -> str:
+    """The name in PLANNED_COLLECTIVES of a program: those of different layers send alike."""
+    return program.partition("_layers_")[0] + "_layers" if "_layers_" in program else program

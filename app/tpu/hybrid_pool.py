@@ -51,12 +51,6 @@ class HybridKVPool(LentArrays):
         buffers: HybridBuffers = self.take()
         self.put(buffers._replace(states=_copy(buffers.states, moves)))
 
-    def programs(self, num_states: int) -> list[Program]:
-        """What `copy_states` dispatches for so many states, a power of two."""
-        states = self.abstract_buffers().states
-        moves = from_host((2, num_states), np.int32)
-        return [Program(name="state_copy", function=_copy, arguments=(states, moves), donated=(states,))]
-
     def page_contents(self, pages: np.ndarray) -> list[np.ndarray]:
         """(n,) int32 full pages -> each array's (n, page_size, width), as stored. A copy, for tests and checks."""
         return self._contents(lambda buffers: buffers.full, pages)
@@ -79,3 +73,9 @@ class HybridKVPool(LentArrays):
 def _copy(states: tuple[LayerStates, ...], moves: jax.Array) -> tuple[LayerStates, ...]:
     """Each array's slots moves[0] -> slots moves[1]; a target beyond the last slot is dropped."""
     return jax.tree.map(lambda array: array.at[moves[1]].set(array[moves[0]], mode="drop"), states)
+
+
+def state_copy_programs(states: tuple[LayerStates, ...], num_states: int) -> list[Program]:
+    """What `copy_states` dispatches for so many states, a power of two; `states` as shapes."""
+    moves = from_host((2, num_states), np.int32)
+    return [Program(name="state_copy", function=_copy, arguments=(states, moves), donated=(states,))]

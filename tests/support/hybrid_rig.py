@@ -136,7 +136,7 @@ class HybridRows:
         states = self._spec.states
         if states is None:
             return None
-        return jnp.array([states.num_slots if row is None else states.running_slot(row) for row in rows], jnp.int32)
+        return jnp.array([states.num_slots if row is None else states.running_slots(row) for row in rows], jnp.int32)
 
     def _poison(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         """What the rows' windows have passed, and every slot that is no running state."""
@@ -150,7 +150,7 @@ class HybridRows:
             poisoned = jax.tree.map(lambda array: array.at[pages].set(POISON), self.buffers.window)
             self.buffers = self.buffers._replace(window=poisoned)
         if self._spec.states is not None:
-            slots = slice(0, self._spec.states.running_slot(0))
+            slots = slice(0, self._spec.states.running_slots(0))
             self.buffers = self.buffers._replace(
                 states=jax.tree.map(lambda array: array.at[slots].set(POISON), self.buffers.states)
             )

@@ -57,7 +57,7 @@ def _experts(fields: Fields) -> ExpertsConfig:
     size, num_experts = fields.count("moe_intermediate_size"), fields.count("n_routed_experts")
     num_groups, kept = fields.count("n_group"), fields.count("topk_group")
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise fields.refusal("n_routed_experts", f"at least two for each of n_group={num_groups}, of all as many")
+        raise fields.refusal("n_routed_experts", f"a multiple of n_group={num_groups}, at least twice that")
     if kept > num_groups:
         raise fields.refusal("topk_group", f"at most n_group={num_groups}")
     first = fields.raw("first_k_dense_replace") or 0

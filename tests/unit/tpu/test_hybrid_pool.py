@@ -11,7 +11,7 @@ from app.core.ports import PoolSpec, StateSpec
 from app.errors import OwnershipError, RuntimeClosedError
 from app.tpu.hybrid_fake import FakeHybridPool
 from app.tpu.hybrid_layout import HybridSpec
-from app.tpu.hybrid_pool import HybridKVPool
+from app.tpu.hybrid_pool import HybridKVPool, state_copy_programs
 from app.tpu.mesh import make_mesh
 
 SPEC = PoolSpec(num_pages=6, page_size=4, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
@@ -87,7 +87,7 @@ def test_copies_are_written_in_place(pool: HybridKVPool) -> None:
 
 
 def test_the_listed_program_is_the_one_that_is_dispatched(pool: HybridKVPool) -> None:
-    (program,) = pool.programs(2)
+    (program,) = state_copy_programs(pool.abstract_buffers().states, 2)
     lowered = program.lower(make_mesh(1, "cpu"))
     temporaries = lowered.compile().memory_analysis()
     assert temporaries.alias_size_in_bytes == program.donated_bytes
