@@ -18,6 +18,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --qui
 
 AIPERF_VENV := .venv-aiperf
 
+# Mooncake Store is there for Linux only, and needs libraries of the system. Where it cannot be had, only its tests are
+# skipped, and say why.
+MOONCAKE_VENV := .venv-mooncake
+MOONCAKE_LOG  := $(MOONCAKE_VENV)/install.log
+MOONCAKE_SKIPPED := grep -q 'DO NOT MATCH THE HASHES' $(MOONCAKE_LOG) && exit 1; \
+  echo "SKIPPED: Mooncake cannot be installed: $$(grep -E 'ERROR|rror:' $(MOONCAKE_LOG) | tail -n 1)"
+MOONCAKE_TESTS := tests/integration/test_storage_contract.py tests/integration/test_storage_mooncake.py
+
 # The TPU compiler is 700 MB that nothing else needs. Where it cannot be had, only what needs it is skipped; any other
 # failure to install it is one.
 TPU_VENV    := .venv-tpu
@@ -30,7 +38,7 @@ TPU_SKIPPED := grep -qsE 'No matching distribution found|ERROR: .*HTTPS?Connecti
 APP_DEPS  := $(STAMPS)/app
 TEST_DEPS := $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS)
 # Suites with tools of their own have targets of their own.
-EVERY_TEST := not browser and not tpu and not aiperf
+EVERY_TEST := not browser and not tpu and not aiperf and not mooncake
 ifeq ($(MODEL),no)
 EVERY_TEST += and not model
 else
@@ -39,7 +47,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve demo test test-all test-browser test-aiperf test-tpu test-tpu-full lint format bench bench-serve \
+.PHONY: help serve demo test test-all test-browser test-aiperf test-mooncake test-tpu test-tpu-full lint format bench bench-serve \
   install dev model clean
 
 help: ## list the targets
@@ -56,13 +64,17 @@ test: $(TEST_DEPS) ## run the tests, without those marked slow
 
 test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
 	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
-	$(MAKE) test-browser test-aiperf test-tpu
+	$(MAKE) test-browser test-aiperf test-mooncake test-tpu
 
 test-browser: $(TEST_DEPS) $(STAMPS)/browser ## run the tests of the page; they need Chromium on the PATH
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
 test-aiperf: $(TEST_DEPS) $(AIPERF_VENV)/.stamp ## run aiperf, a public load generator, against the server (1.2 GB)
 	$(BIN)/python -m pytest -m aiperf tests/aiperf $(ARGS)
+
+test-mooncake: ## store pages in Mooncake Store, with a real master; has an environment of its own
+	@$(MAKE) --no-print-directory $(MOONCAKE_VENV)/.stamp || { $(MOONCAKE_SKIPPED); exit 0; }; \
+	$(MOONCAKE_VENV)/bin/python -m pytest -m mooncake $(ARGS) $(MOONCAKE_TESTS)
 
 test-tpu: ## compile the step programs for TPUs that are not there, and check them; has an environment of its own
 	@$(MAKE) --no-print-directory $(TPU_VENV)/.stamp || { $(TPU_SKIPPED); exit 0; }; \
@@ -94,7 +106,7 @@ dev: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## install what the tests and che
 model: $(STAMPS)/model ## install the bundled model
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf $(VENV) $(TPU_VENV) $(AIPERF_VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TPU_VENV) $(AIPERF_VENV) $(MOONCAKE_VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- .venv: one stamp for each set of packages; a newer requirements file makes its set stale -------------------
@@ -144,6 +156,14 @@ $(AIPERF_VENV)/.stamp: tests/aiperf/requirements.txt $(STAMPS)/venv
 	@test -x $(AIPERF_VENV)/bin/python || $(BIN)/python -m venv $(AIPERF_VENV)
 	@echo "installing the packages of tests/aiperf/requirements.txt into $(AIPERF_VENV) (1.2 GB installed)"
 	@$(AIPERF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet --require-hashes -r $<
+	@touch $@
+
+$(MOONCAKE_VENV)/.stamp: requirements/mooncake.txt requirements/dev.txt requirements/build.txt $(STAMPS)/venv
+	@test -x $(MOONCAKE_VENV)/bin/python || $(BIN)/python -m venv $(MOONCAKE_VENV)
+	@echo "installing the packages of requirements/mooncake.txt into $(MOONCAKE_VENV)"
+	@$(MOONCAKE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes \
+	  -r requirements/mooncake.txt -r requirements/dev.txt -r requirements/build.txt >$(MOONCAKE_LOG) 2>&1 || \
+	  { cat $(MOONCAKE_LOG) >&2; exit 1; }
 	@touch $@
 
 $(TPU_VENV)/.stamp: requirements/tpu.txt requirements/dev.txt requirements/build.txt $(STAMPS)/venv

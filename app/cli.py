@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from app.commands import bench, bench_serve, demo, doctor, generate, serve
+from app.commands import bench, bench_serve, cache, demo, doctor, generate, serve
 from app.commands.arguments import Flag, UsageError, did_you_mean, flags_of, from_environment, parse
 from app.config.server_args import ServerArgs
 from app.errors import AppError, BatchOrderError, IntegrityError, OwnershipError
@@ -78,6 +78,16 @@ COMMANDS = (
         bench_serve.run_compare,
         lambda _: ServerArgs(),
     ),
+    Command(("cache", "ls"), "list the values of a file storage", cache.LsArgs, cache.run_ls, lambda _: ServerArgs()),
+    Command(("cache", "du"), "tell how much each model has there", cache.DuArgs, cache.run_du, lambda _: ServerArgs()),
+    Command(
+        ("cache", "verify"),
+        "read every value and name the bad ones",
+        cache.VerifyArgs,
+        cache.run_verify,
+        lambda _: ServerArgs(),
+    ),
+    Command(("cache", "clear"), "remove values", cache.ClearArgs, cache.run_clear, lambda _: ServerArgs()),
 )
 
 

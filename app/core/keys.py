@@ -5,6 +5,7 @@ Two requests may share pages only if their namespaces are equal field by field a
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import blake3
@@ -35,6 +36,39 @@ class Namespace(NamedTuple):
 
 
 DEFAULT_NAMESPACE = Namespace()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageIdentity:
+    """What must be equal for bytes of KV to mean the same to two processes, or to one before and after a restart.
+
+    Pages of another pool (of sliding-window layers, say) have a `layout` of their own, so that they get keys of their
+    own.
+    """
+
+    model: str  # digest of the model's configuration
+    weights: str  # digest of its weights
+    dtype: str
+    layout: str  # the pool, and the order of axes within one page
+    page_size: int  # tokens
+    tp_size: int
+    first_kv_head: int  # this process holds heads first_kv_head .. end_kv_head - 1
+    end_kv_head: int
+
+    def digest(self) -> bytes:
+        """32 bytes, equal only for equal fields: each is typed by its place and length-prefixed."""
+        hasher = blake3.blake3(b"tpukv.storage_identity.v1")
+        for field in astuple(self):
+            encoded = str(field).encode("utf-8", "surrogatepass")
+            hasher.update(len(encoded).to_bytes(8, "little") + encoded)
+        return hasher.digest()
+
+    def seed(self, namespace: Namespace) -> bytes:
+        """32 bytes that start the chain of page hashes by which `namespace`'s pages are found outside this process.
+
+        Injective in both: each has a digest of fixed length. Seeded with it, `page_hashes` gives the keys of storage.
+        """
+        return blake3.blake3(b"tpukv.stored_pages.v1" + self.digest() + namespace.seed()).digest()
 
 
 class RadixKey:
@@ -77,8 +111,9 @@ class RadixKey:
 def page_hashes(parent: bytes, raw: bytes, page_size: int) -> list[bytes]:
     """The hash chain of `raw`'s whole pages, one 32-byte blake3 a page.
 
-    `parent` is the hash of the page before, or the namespace's seed at the root; so a hash names a page's tokens and
-    everything before it, within its namespace. O(len(raw)).
+    `parent` is the hash of the page before, or at the root a seed: the namespace's, or where pages leave this process
+    `StorageIdentity.seed`. So a hash names a page's tokens and everything before it, within its namespace, and with
+    that seed also the model and the form of the bytes. O(len(raw)).
     """
     step = page_size * TOKEN_BYTES
     hashes = []

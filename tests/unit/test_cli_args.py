@@ -132,10 +132,11 @@ def test_module_and_console_script_are_the_same_program() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "tpukv needs a command: one of serve, generate, demo, doctor, bench"),
+        ("", "tpukv needs a command: one of serve, generate, demo, doctor, bench, cache"),
         (
             "generat",
-            "tpukv has no command 'generat', did you mean generate?: one of serve, generate, demo, doctor, bench",
+            "tpukv has no command 'generat', did you mean generate?: "
+            "one of serve, generate, demo, doctor, bench, cache",
         ),
         ("bench", "tpukv bench needs a command: one of tree, policies, engine, serve, compare"),
         (
@@ -144,7 +145,8 @@ def test_module_and_console_script_are_the_same_program() -> None:
         ),
         (
             "--page-size 4 generate",
-            "'--page-size' stands before the command: options come after one of serve, generate, demo, doctor, bench",
+            "'--page-size' stands before the command: options come after "
+            "one of serve, generate, demo, doctor, bench, cache",
         ),
         ("generate demo", "unexpected argument 'demo'; see tpukv generate --help"),
         ("generate generate", "unexpected argument 'generate'; see tpukv generate --help"),

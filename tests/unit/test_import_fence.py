@@ -12,7 +12,9 @@ CONTROL = ("config", "core", "caches", "scheduling", "scheduler_adapter.py", "ru
 IMPORT_WITH_JAX_BLOCKED = """
 import importlib, sys
 
-BLOCKED = ("jax", "jaxlib", "app.tpu", "app.memory", "app.models", "app.runtime.local", "app.runtime.dispatch")
+BLOCKED = (
+    "jax", "jaxlib", "app.tpu", "app.memory", "app.models", "app.hicache", "app.runtime.local", "app.runtime.dispatch",
+)
 
 
 class Fence:
