@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from app.tpu.mesh import make_mesh
 from tests.support.golden_models import golden_model
@@ -31,4 +32,5 @@ def run(name: str, tp_size: int) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: {str(tp_size): run(name, tp_size) for tp_size in sizes} for name, sizes in SIZES.items()}))
+    (name,) = sys.argv[1:]
+    print(json.dumps({str(tp_size): run(name, tp_size) for tp_size in SIZES[name]}))

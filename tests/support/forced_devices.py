@@ -12,10 +12,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def run_on_eight_devices(module: str) -> dict[str, Any]:
-    """What `python -m module` prints, as JSON."""
+def run_on_eight_devices(module: str, *arguments: str) -> dict[str, Any]:
+    """What `python -m module ARGUMENTS` prints, as JSON."""
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
         capture_output=True,
