@@ -21,6 +21,7 @@ import numpy as np
 
 from app.caches.base import NO_PAGES, BasePrefixCache, InsertResult, LockReceipt
 from app.caches.inspection import Miss, TopPrefixes
+from app.caches.page_list import PageList
 from app.caches.snapshot_leases import SnapshotLeases
 from app.caches.window_leases import WindowLeases
 from app.core.handles import CacheExtentRef, CacheIdentity
@@ -71,12 +72,11 @@ class PageCounts(NamedTuple):
 @dataclass(slots=True)
 class _Lease:
     receipt: LockReceipt
-    pages: np.ndarray  # (capacity,) int32; the first num_pages are meant
-    num_pages: int
+    pages: PageList
     shared: int  # leading pages that are the cache's
 
     def own(self) -> np.ndarray:
-        return self.pages[self.shared : self.num_pages]
+        return self.pages.view()[self.shared :]
 
 
 class SchedulerAdapter:
@@ -160,10 +160,7 @@ class SchedulerAdapter:
             raise IntegrityError(owner="SchedulerAdapter", broken=f"request {request_id!r} is admitted already")
         found = self._cache.match(key)
         receipt = self._cache.lock(found)
-        num_pages = found.pages.size
-        self._leases[request_id] = _Lease(
-            receipt, np.concatenate([found.pages, np.zeros(16, np.int32)]), num_pages, num_pages
-        )
+        self._leases[request_id] = _Lease(receipt, PageList(found.pages), found.pages.size)
         if self._windows is not None:
             self._windows.begin(request_id, found.window_pages)
         extent = CacheExtentRef.of(self.identity, found.pages)
@@ -194,14 +191,7 @@ class SchedulerAdapter:
         """The request gained these pages, (n,) int32, as PreparedBatch said."""
         if self._windows is not None:
             self._windows.extend(request_id, window_pages)
-        lease = self._leases[request_id]
-        end = lease.num_pages + pages.size
-        if end > lease.pages.size:
-            grown = np.zeros(max(end, 2 * lease.pages.size), np.int32)
-            grown[: lease.num_pages] = lease.pages[: lease.num_pages]
-            lease.pages = grown
-        lease.pages[lease.num_pages : end] = pages
-        lease.num_pages = end
+        self._leases[request_id].pages.append(pages)
 
     def publish(self, request_id: str, settled: RadixKey, snapshot: int = 0) -> Published | None:
         """Give the whole pages of `settled` to the cache: tokens whose KV is written and whose ids are final.
@@ -226,16 +216,16 @@ class SchedulerAdapter:
         lease.receipt = receipt
         first = lease.shared
         lease.shared = published
-        held, cached = lease.pages[first:published], result.pages[first:published]
+        held, cached = lease.pages.view()[first:published], result.pages[first:published]
         duplicates = held != cached
         differs = bool(duplicates.any())
         if differs:
             self._allocator.free(held[duplicates])
-            lease.pages[first:published] = cached
+            held[:] = cached
         window_pages = NO_PAGES
         if self._windows is not None:
             differs |= self._windows.publish(request_id, result.window_pages)
-            window_pages = self._windows.held_pages(request_id)[first:published]
+            window_pages = self._windows.held_pages(request_id)[first:published].copy()
         return Published(published, first, cached, window_pages) if differs else Published(published)
 
     def drop_snapshot(self, snapshot: int) -> None:
@@ -244,7 +234,7 @@ class SchedulerAdapter:
             self._snapshots.drop(snapshot)
 
     def _insert(self, request_id: str, lease: _Lease, settled: RadixKey, snapshot: int) -> InsertResult:
-        pages = lease.pages[: lease.num_pages]
+        pages = lease.pages.view()
         if self._windows is None and self._snapshots is None:
             return self._cache.insert(settled, pages)
         window_pages = NO_PAGES if self._windows is None else self._windows.held_pages(request_id)
@@ -263,7 +253,7 @@ class SchedulerAdapter:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return
-        if lease.num_pages > lease.shared:
+        if lease.pages.size > lease.shared:
             self._allocator.free(lease.own())
         if self._windows is not None:
             self._windows.release(request_id)
@@ -301,7 +291,7 @@ class SchedulerAdapter:
 
     def num_pages(self, request_id: str) -> int:
         """Pages that the request reads, shared ones included."""
-        return self._leases[request_id].num_pages
+        return self._leases[request_id].pages.size
 
     def reset(self) -> None:
         """The pool is gone: forget every lease and everything cached."""
@@ -345,7 +335,7 @@ class SchedulerAdapter:
         if self._cache.state_allocator is not None:
             _check_ledger("snapshots", self.snapshot_ledger(), self._cache.state_allocator.capacity)
         for request_id, lease in self._leases.items():
-            if not 0 <= lease.shared <= lease.num_pages:
+            if not 0 <= lease.shared <= lease.pages.size:
                 raise IntegrityError(owner="SchedulerAdapter", broken=f"lease of {request_id!r}: {lease}")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.caches.page_list import PageList
 from app.core.ports import TokenAllocator
 from app.core.sliding_window import WindowRows, first_needed_page, pages_seen
 from app.errors import IntegrityError
@@ -18,8 +19,7 @@ NOBODY = -1
 
 @dataclass(slots=True)
 class _Held:
-    pages: np.ndarray  # (capacity,) int32 by page index, the first num_pages are meant; 0 for what is not needed
-    num_pages: int
+    pages: PageList  # by page index; 0 for what is not needed
     shared: int  # leading page indexes that are the cache's
     row: int = NOBODY  # the runtime's, once it is known
 
@@ -51,12 +51,11 @@ class WindowLeases:
     def num_own(self, request_id: str) -> int:
         """Pages that the request holds and the cache does not."""
         held = self._held[request_id]
-        return held.num_pages - self._first_own(held)
+        return held.pages.size - self._first_own(held)
 
     def begin(self, request_id: str, pages: np.ndarray) -> None:
         """The request starts with the cache's pages, (n,) int32, 0 where it needs none."""
-        grown = np.concatenate([pages, np.zeros(16, np.int32)])
-        self._held[request_id] = _Held(grown, pages.size, pages.size)
+        self._held[request_id] = _Held(PageList(pages), pages.size)
 
     def seat(self, request_id: str, row: int) -> None:
         """The runtime gave the request a row."""
@@ -67,14 +66,7 @@ class WindowLeases:
 
     def extend(self, request_id: str, pages: np.ndarray) -> None:
         """The request gained these pages, (n,) int32."""
-        held = self._held[request_id]
-        end = held.num_pages + pages.size
-        if end > held.pages.size:
-            grown = np.zeros(max(end, 2 * held.pages.size), np.int32)
-            grown[: held.num_pages] = held.pages[: held.num_pages]
-            held.pages = grown
-        held.pages[held.num_pages : end] = pages
-        held.num_pages = end
+        self._held[request_id].pages.append(pages)
 
     def settle(self, rows: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
         """A step was read that computed the last of so many tokens of these rows."""
@@ -86,17 +78,17 @@ class WindowLeases:
         past = []
         for row, first, end in zip(*(bounds.tolist() for bounds in self._rows.retire()), strict=True):
             held = self._held[self._by_row[row]]
+            pages = held.pages.view()
             if first == held.shared:
                 past.append(self._by_row[row])
-                held.pages[:first] = 0
-            held.pages[first:end] = 0
+                pages[:first] = 0
+            pages[first:end] = 0
         self._due = 0
         return past
 
     def held_pages(self, request_id: str) -> np.ndarray:
-        """(num_pages,) int32 by page index: what an insert is given."""
-        held = self._held[request_id]
-        return held.pages[: held.num_pages]
+        """(pages,) int32 by page index: what an insert is given."""
+        return self._held[request_id].pages.view()
 
     def publish(self, request_id: str, cached: np.ndarray) -> bool:
         """The pages of the first cached.size indexes are the cache's now, (n,) int32, 0 where it has none.
@@ -104,14 +96,15 @@ class WindowLeases:
         Where the request held others, these are freed. -> whether there were such.
         """
         held = self._held[request_id]
-        own = held.pages[held.shared : cached.size]
+        pages = held.pages.view()
+        own = pages[held.shared : cached.size]
         duplicates = own[(own != 0) & (own != cached[held.shared :])]
         if duplicates.size:
             self._allocator.free(duplicates)
         # What the cache may drop at any time is not this request's to read, nor to offer again.
         locked = first_needed_page(cached.size * self._page_size, self._window, self._page_size)
-        held.pages[:locked] = 0
-        held.pages[locked : cached.size] = cached[locked:]
+        pages[:locked] = 0
+        pages[locked : cached.size] = cached[locked:]
         held.shared = cached.size
         self._rows.share(held.row, held.shared)
         self._due = None
@@ -120,7 +113,7 @@ class WindowLeases:
     def release(self, request_id: str) -> None:
         """Free the request's own pages."""
         held = self._held.pop(request_id)
-        own = held.pages[self._first_own(held) : held.num_pages]
+        own = self._own(held)
         if own.size:
             self._allocator.free(own)
         if held.row != NOBODY:
@@ -137,14 +130,15 @@ class WindowLeases:
 
     def own_page_ids(self) -> np.ndarray:
         """(n,) int32, for the ledger."""
-        own = [held.pages[self._first_own(held) : held.num_pages] for held in self._held.values()]
-        return np.concatenate([np.empty(0, np.int32), *own])
+        return np.concatenate([np.empty(0, np.int32), *map(self._own, self._held.values())])
 
     def check_integrity(self) -> None:
         for request_id, held in self._held.items():
-            own = held.pages[self._first_own(held) : held.num_pages]
-            if not 0 <= held.shared <= held.num_pages or (own == 0).any():
+            if not 0 <= held.shared <= held.pages.size or (self._own(held) == 0).any():
                 raise IntegrityError(owner="WindowLeases", broken=f"lease of {request_id!r}: {held}")
+
+    def _own(self, held: _Held) -> np.ndarray:
+        return held.pages.view()[self._first_own(held) :]
 
     def _first_own(self, held: _Held) -> int:
         return held.shared if held.row == NOBODY else self._rows.first_own(held.row)
