@@ -14,9 +14,13 @@ from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
 from app.models.random_weights import RandomWeights
-from app.providers.testing import Override, overridden
+from app.models.weight_files import SINGLE_FILE
+from app.providers.report import engine_facts
+from app.providers.testing import Override, fake_model, overridden
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
+from tests.support.golden_models import golden_model
+from tests.support.seeded_weights import seeded_weight
 from tests.support.tiny_llama import files_of, tiny_llama
 
 FAMILIES = {
@@ -77,3 +81,39 @@ def test_a_folder_gives_the_tokens_of_its_weights(tmp_path: Path, family: str) -
     # then
     assert found == serve(ServerArgs(**sizes), in_memory)
     assert len({tuple(tokens) for tokens in found}) == 2
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_folder_of_a_hybrid_model_gives_the_tokens_that_transformers_gives(tmp_path: Path, family: str) -> None:
+    # given
+    golden = golden_model(family)
+    save_file({name: seeded_weight(name, shape) for name, shape in golden.shapes.items()}, tmp_path / SINGLE_FILE)
+    (tmp_path / "config.json").write_text(json.dumps(golden.hf_config))
+    fakes = fake_model(golden.config)
+    args = ServerArgs(
+        model_path=str(tmp_path), page_size=4, max_total_tokens=512, chunked_prefill_size=24, recurrent_track_interval=8
+    )
+    lengths = (40, 41, 57, 40)
+
+    # when
+    with overridden(args, **{name: fakes[name] for name in ("tokenizer", "detokenizer")}) as container:
+        told = engine_facts(container)
+        outputs = [
+            generate_all(
+                container.scheduler(),
+                [
+                    Request(
+                        request_id=str(number),
+                        prompt_token_ids=golden.sequences[0][:length],
+                        sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+                    )
+                ],
+            )[0]
+            for number, length in enumerate(lengths)
+        ]
+
+    # then
+    assert [output.token_ids for output in outputs] == [[golden.logits[0][length - 1].argmax()] for length in lengths]
+    assert [output.cached_tokens > 0 for output in outputs] == [False, True, True, True]
+    assert told["cache_type"] == "unified_radix_cache"
+    assert told["window_pool_bytes" if family == "gemma3_text" else "state_pool_bytes"] > 0
