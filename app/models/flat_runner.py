@@ -10,7 +10,6 @@ from app.config.model_config import ModelConfig
 from app.core.ports import DecodeInputs, ExtendInputs
 from app.errors import RuntimeClosedError
 from app.models.flat_programs import FlatPrograms, FlatWeights
-from app.models.steps import DecodeRows, ExtendRows
 from app.models.weights_on_mesh import WeightsSource
 from app.tpu.pool_layout import FlatKVBuffers
 
@@ -52,12 +51,12 @@ class FlatModelRunner:
 
     def decode(self, buffers: FlatKVBuffers, inputs: DecodeInputs) -> tuple[FlatKVBuffers, jax.Array]:
         """-> (buffers, logits (B, vocab_size) float32). One token a row."""
-        rows = DecodeRows(inputs.lengths, inputs.page_table)
+        rows = (inputs.lengths, inputs.page_table)
         return self._programs.decode(self._loaded(), buffers, inputs.token_ids, *rows)
 
     def extend(self, buffers: FlatKVBuffers, inputs: ExtendInputs) -> tuple[FlatKVBuffers, jax.Array]:
         """-> (buffers, logits (S, vocab_size) float32 of each row's last token). Padding rows come last."""
-        rows = ExtendRows(inputs.chunk_starts, inputs.chunk_lengths, inputs.prefix_lengths, inputs.page_table)
+        rows = (inputs.chunk_starts, inputs.chunk_lengths, inputs.prefix_lengths, inputs.page_table)
         return self._programs.extend(self._loaded(), buffers, inputs.token_ids, *rows, max_chunk=inputs.max_chunk)
 
     def _loaded(self) -> FlatWeights:

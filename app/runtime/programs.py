@@ -49,16 +49,6 @@ _MODEL = Sends(once={"all-reduce": 1, "all-gather": 1}, a_layer={"all-reduce": 2
 
 PLANNED_COLLECTIVES: Mapping[str, Sends] = MappingProxyType(
     {
-        # Of models whose layers keep different things.
-        "embed_tokens": Sends(once={"all-reduce": 1}, a_layer={}),
-        "embed_chunks": Sends(once={"all-reduce": 1}, a_layer={}),
-        "decode_layers": Sends(once={}, a_layer={"all-reduce": 2}),
-        "extend_layers": Sends(once={}, a_layer={"all-reduce": 2}),
-        "logits": Sends(once={"all-gather": 1}, a_layer={}),
-        "last_logits": Sends(once={"all-gather": 1}, a_layer={}),
-        "window_table_rows": _NOTHING,
-        "state_copy": _NOTHING,
-        # Of models whose every layer has full attention.
         "prefill": _MODEL,
         "decode": _MODEL,
         "page_table_update": _NOTHING,
@@ -71,6 +61,21 @@ PLANNED_COLLECTIVES: Mapping[str, Sends] = MappingProxyType(
         "penalties_count": _NOTHING,
         "backup": _NOTHING,
         "restore": _NOTHING,
+    }
+)
+
+# Of models whose layers keep different things, beside those of every model.
+PLANNED_IN_HYBRIDS: Mapping[str, Sends] = MappingProxyType(
+    {
+        "embed_tokens": Sends(once={"all-reduce": 1}, a_layer={}),
+        "embed_chunks": Sends(once={"all-reduce": 1}, a_layer={}),
+        "decode_layers": Sends(once={}, a_layer={"all-reduce": 2}),
+        "extend_layers": Sends(once={}, a_layer={"all-reduce": 2}),
+        "logits": Sends(once={"all-gather": 1}, a_layer={}),
+        "last_logits": Sends(once={"all-gather": 1}, a_layer={}),
+        "window_table_rows": _NOTHING,
+        "state_copy": _NOTHING,
+        **{name: sends for name, sends in PLANNED_COLLECTIVES.items() if sends is _NOTHING},
     }
 )
 
@@ -134,5 +139,5 @@ def hybrid_step_programs(
 
 
 def planned_name(program: str) -> str:
-    """The name in PLANNED_COLLECTIVES of a program: those of different layers send alike."""
+    """The name in PLANNED_IN_HYBRIDS of a program: those of different layers send alike."""
     return program.partition("_layers_")[0] + "_layers" if "_layers_" in program else program

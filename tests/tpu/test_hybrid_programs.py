@@ -13,7 +13,7 @@ from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.models.hf_config import model_config_from_hf
 from app.providers.target import LAYERS, TargetPlan, plan_target, target_facts
-from app.runtime.programs import PLANNED_COLLECTIVES, planned_name
+from app.runtime.programs import PLANNED_IN_HYBRIDS, planned_name
 from app.tpu.compiled import compile_facts
 from app.tpu.gate import broken_collectives, broken_donation, broken_temporaries
 from app.tpu.program import Program
@@ -114,7 +114,7 @@ def test_every_program_of_a_hybrid_model_keeps_every_gate(kind: str, section: st
             continue  # of every model: tried in test_programs.py
         facts = compile_facts(program, plan.mesh)
         broken += broken_donation(program, facts)
-        broken += broken_collectives(facts, PLANNED_COLLECTIVES[layers].in_text(_depth(program)))
+        broken += broken_collectives(facts, PLANNED_IN_HYBRIDS[layers].in_text(_depth(program)))
         if layers in LAYERS:
             more = compile_facts(same_program(bigger, program.name), bigger.mesh)
             ranks = ARGS.tp_size
@@ -125,7 +125,7 @@ def test_every_program_of_a_hybrid_model_keeps_every_gate(kind: str, section: st
 def test_every_listed_program_is_planned() -> None:
     for fields in MODELS.values():
         for program in planned(ARGS, model_config_from_hf(fields)).programs:
-            assert planned_name(program.name) in PLANNED_COLLECTIVES
+            assert planned_name(program.name) in PLANNED_IN_HYBRIDS
 
 
 @pytest.mark.slow
