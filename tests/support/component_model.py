@@ -119,7 +119,8 @@ class ComponentModel(ListModel):
     def lock_found(self, namespace: Namespace, path: Path) -> int:
         if self.window is not None and path:
             start = self._needed(len(path)).start
-            if any(node.first < start < len(node.path) for node in self._on_path(namespace, path)):
+            needed = len(path) - start
+            if any(node.first + needed <= start < len(node.path) for node in self._on_path(namespace, path)):
                 self._split_with_parts(namespace, path[:start])
         number = self.lock(namespace, path)
         first = None

@@ -185,7 +185,7 @@ def test_a_window_that_is_given_up_early_can_be_evicted_and_the_rest_stays_locke
 
 
 def test_locked_windows_outlive_splits_and_are_released_whole(rig: CacheRig) -> None:
-    """The lock holds the window's pages and no more; where they are split later, all stay held until it is released."""
+    """The lock holds the window's pages; where they are split later, all stay held until it is released."""
     # given a lock whose window begins inside a node
     publish(rig, range(24))
     publish(rig, range(28))

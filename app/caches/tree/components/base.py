@@ -125,7 +125,7 @@ class TreeComponent(ABC):
     # -- what a lock holds ----------------------------------------------------------------------------------------
 
     def isolate(self, node: TreeNode, split: Split) -> None:  # noqa: B027  most parts cannot be divided
-        """Split a node, so that what `lock` holds is no more than the prefix that ends at `node` needs."""
+        """Split a node, so that `lock` holds little more than the prefix that ends at `node` needs."""
 
     def lock(self, number: int, node: TreeNode) -> None:
         """Keep what the prefix that ends at `node` needs, for the receipt of this number; `isolate` went before.

@@ -57,10 +57,14 @@ class WindowComponent(TreeComponent):
         return verdicts
 
     def isolate(self, node: TreeNode, split: Split) -> None:
+        """Where the window begins far inside a node. Nearer to its front a split would hold back less than it costs:
+        windows that begin all over a shared prefix would shatter it.
+        """
         first_page = first_needed_page(node.end, self.window, self.page_size)
+        num_needed = node.end // self.page_size - first_page
         for at in upwards(node, self.reach(node)):
             before = first_page - at.start // self.page_size
-            if before > 0:
+            if before >= num_needed:
                 split(at, before)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
