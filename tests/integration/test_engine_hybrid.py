@@ -100,7 +100,7 @@ def test_too_many_requests_for_the_pool_take_turns_and_are_answered_right(kind, 
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_an_abort_at_any_step_leaves_nothing_behind(kind: str, cache_type: str) -> None:
     with opened(cache_type=cache_type, **KINDS[kind]) as engine:
-        for steps in range(0, 12, 1 if cache_type == "unified_radix_cache" else 3):
+        for steps in range(0, 12, 1 if cache_type == "unified_radix_cache" else 4):
             doomed = engine.add([*STEM[:37], steps], max_tokens=9)
             other = engine.add(STEM[: 30 + steps], max_tokens=6)
             for _ in range(steps):
@@ -147,7 +147,7 @@ def test_the_smallest_window_pool_serves_everyone_in_the_end(cache_type: str, ma
         run(engine, max_steps=1500)
 
 
-@pytest.mark.parametrize("num_pages", [8, 9, 10, 12, 15])
+@pytest.mark.parametrize("num_pages", [8, 9, 12])
 def test_mixed_arrivals_over_any_small_window_pool_never_stall(num_pages: int) -> None:
     def small(container: Any) -> Any:
         from dataclasses import replace
@@ -179,7 +179,7 @@ def test_window_pages_held_by_a_long_answer_do_not_grow_with_it() -> None:
 
 def test_a_state_that_consumed_a_dropped_token_is_never_published() -> None:
     with opened(cache_type="unified_radix_cache", recurrent=True, recurrent_track_interval=4) as engine:
-        for length in range(9, 18):
+        for length in range(9, 18, 2):
             prompt = [*STEM[:length], 200 + length]
             tokens = cold_tokens(np.array(prompt, np.int32), 12)
             for end in range(1, 9):

@@ -131,6 +131,7 @@ def test_every_tensor_of_a_checkpoint_is_read_and_counted(name: str) -> None:
     assert num_parameters(model.config) == sum(int(np.prod(shape)) for shape in model.shapes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss"])
 def test_a_step_writes_every_pool_in_place(name: str) -> None:
     model, rows = golden_model(name), open_rows(name, 16)
