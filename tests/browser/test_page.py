@@ -106,12 +106,12 @@ def test_a_person_finds_why_a_request_was_not_a_hit(open_tab: OpenTab) -> None:
     ((request_id, when, prompt, cached, why, _),) = rows(tab, "admissions")
     assert (request_id, when, prompt, cached) == ("chatcmpl-evicted", "33 s ago", "900", "512 (56.9 %)")
     assert why == "evictedThe tokens after the first 512 were cached, but were evicted 12 seconds earlier."
-    assert texts(tab, "#found") == ["1 of the last 10"]
+    assert texts(tab, "#found") == ["1 of the last 11"]
 
     # and the filter stays through the polls
     tab.get_by_label("Find a request by its id").fill("nobody")
     assert rows(tab, "admissions") == []
-    assert texts(tab, "#found") == ["None of the last 10 requests has this in its id."]
+    assert texts(tab, "#found") == ["None of the last 11 requests has this in its id."]
 
 
 def test_a_difference_is_shown_side_by_side_with_what_differs_marked(open_tab: OpenTab) -> None:
@@ -235,7 +235,7 @@ def test_tables_and_controls_have_names_for_a_screen_reader(open_tab: OpenTab) -
 
         # then: in cards too, a table is a table
         assert tab.get_by_role("columnheader", name="Why not more", include_hidden=True).count() == 1
-        assert tab.locator("#admissions").get_by_role("row").count() == 11
+        assert tab.locator("#admissions").get_by_role("row").count() == 12
         assert tab.locator("#admissions").get_by_role("cell").count() == 60
         assert tab.get_by_role("searchbox", name="Find a request by its id").count() == 1
         assert tab.get_by_role("status").inner_text() == LIVE

@@ -171,9 +171,8 @@ def test_chunks_cover_the_sequences() -> None:
         assert total + 5 <= sequence.size
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "gemma3_text" else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 def test_a_model_cut_over_devices_is_the_same_model(name: str) -> None:
     model = golden_model(name)
     greatest = np.abs(model.logits[0]).max()
