@@ -236,7 +236,7 @@ def test_tables_and_controls_have_names_for_a_screen_reader(open_tab: OpenTab) -
         # then: in cards too, a table is a table
         assert tab.get_by_role("columnheader", name="Why not more", include_hidden=True).count() == 1
         assert tab.locator("#admissions").get_by_role("row").count() == 12
-        assert tab.locator("#admissions").get_by_role("cell").count() == 60
+        assert tab.locator("#admissions").get_by_role("cell").count() == 66
         assert tab.get_by_role("searchbox", name="Find a request by its id").count() == 1
         assert tab.get_by_role("status").inner_text() == LIVE
         label = tab.get_by_role("img", name=re.compile("Cached, in use by requests: 15.0 %; .*; Free: 25.0 %"))
