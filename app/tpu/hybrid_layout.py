@@ -42,14 +42,6 @@ class HybridSpec:
         return HybridBuffers(full, window, (a_layer,) * num_state_layers)  # type: ignore[arg-type]
 
 
-def zeros(abstract: HybridBuffers) -> HybridBuffers:
-    """Such arrays, on their devices."""
-    made: HybridBuffers = jax.tree.map(
-        lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract
-    )
-    return made
-
-
 def _kv(spec: PoolSpec | None, mesh: Mesh) -> KVBuffers:
     if spec is None:
         return KVBuffers((), ())

@@ -34,7 +34,7 @@ class LentArrays(ABC):
         """Allocate every array, zeroed. Idempotent."""
         if self._open:
             return
-        self._buffers = jax.tree.map(_zeros, self.abstract_buffers())
+        self._buffers = zeros(self.abstract_buffers())
         self._open = True
 
     def close(self) -> None:
@@ -74,5 +74,6 @@ class LentArrays(ABC):
         self._buffers = buffers
 
 
-def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+def zeros(abstract: Any) -> Any:
+    """Arrays of these shapes, types and shardings, on their devices."""
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract)

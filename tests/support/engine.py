@@ -120,17 +120,12 @@ class Engine:
         """Fill every page and snapshot that nobody owns with a marker. No output may ever depend on it."""
         pool = self.container.device_pool()
         pool.poison(_loose(self.adapter.ledger(), self.adapter.capacity))
-        for ledger, allocator, poison in (
-            (self.adapter.window_ledger(), self.container.window_allocator(), "poison_window"),
-            (self.adapter.snapshot_ledger(), self.container.state_allocator(), "poison_states"),
-        ):
-            if ledger:
-                loose = _loose(ledger, allocator.capacity)
-                # Slot 0 of the states is read: what takes the rest there is any of the loose ones, or nothing is.
-                if poison == "poison_states" and loose.any():
-                    loose[loose == 0] = loose[0]
-                if loose.any() or poison == "poison_window":
-                    vars(type(pool))[poison](pool, loose)
+        if self.adapter.window_ledger():
+            pool.poison_window(_loose(self.adapter.window_ledger(), self.container.window_allocator().capacity))
+        if self.adapter.snapshot_ledger():
+            loose = _loose(self.adapter.snapshot_ledger(), self.container.state_allocator().capacity)
+            if loose.any():  # slot 0 of the states is read, so what is left over goes to a loose one again
+                pool.poison_states(np.where(loose == 0, loose[0], loose))
 
 
 def _loose(ledger: dict[str, np.ndarray], capacity: int) -> np.ndarray:

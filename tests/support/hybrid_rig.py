@@ -15,7 +15,8 @@ from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec, StateSpec, Wind
 from app.core.sliding_window import first_seen_page, pages_seen
 from app.models.model_runner import HybridModelRunner
 from app.tpu.hybrid_buffers import HybridBuffers
-from app.tpu.hybrid_layout import HybridSpec, zeros
+from app.tpu.hybrid_layout import HybridSpec
+from app.tpu.lent_arrays import zeros
 from app.tpu.mesh import make_mesh
 
 POISON = 1e4
