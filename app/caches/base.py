@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from app.caches.inspection import Miss, TopPrefixes, miss_by_length
+from app.caches.tiers.ports import NO_TIERS, CacheTiers, TierParts
 from app.config.model_config import Component
 from app.core.keys import RadixKey
 from app.core.ports import DevicePool, TokenAllocator
@@ -108,6 +109,7 @@ class CacheDeps:
     sliding_window, window_allocator: tokens, and the pages of the window pool, for a model with a SWA component.
     state_allocator: the snapshots of recurrent states as pages of one token, for a model with a RECURRENT component.
     clock: seconds that never go back.
+    host_tier: what the tiers below the device pool are made of, for a cache that has them.
     """
 
     token_allocator: TokenAllocator
@@ -123,7 +125,7 @@ class CacheDeps:
     events: EventSink | None = None
     eviction_observer: EvictionObserver | None = None
     clock: Callable[[], float] = time.monotonic
-    host_tier: Callable[[], Any] | None = None
+    host_tier: Callable[[], TierParts] | None = None
 
 
 class BasePrefixCache(ABC):
@@ -140,6 +142,11 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def reuses_prefixes(self) -> bool:
         """Whether a later request can ever hit; False makes schedulers skip probing and in-batch waiting."""
+
+    @property
+    def tiers(self) -> CacheTiers:
+        """What is below the device pool."""
+        return NO_TIERS
 
     @abstractmethod
     def match(self, key: RadixKey) -> MatchResult:

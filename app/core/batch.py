@@ -15,6 +15,7 @@ import numpy as np
 
 from app.core.handles import CacheExtentRef, CacheIdentity, Generation, RequestRuntimeHandle
 from app.core.sampling import SamplingParams
+from app.core.transfers import NO_TRANSFERS, NOTHING_PREPARED, PreparedTransfers, TransferEnd, TransferPlan
 from app.errors import StaleHandleError
 
 NO_TOKEN = -1
@@ -75,6 +76,7 @@ class BatchPlan:
     published_*: (p,) int32, rows whose first published_counts pages are the cache's from now on; a row's window pages
         are the runtime's to retire only beyond these.
     snapshots: (rows,) bool, rows whose state is to be kept as it is after this step; empty for none.
+    transfers: what is to move between tiers beside the step; see core/transfers.py.
     release_*: (r,) int32, rows that end; their pages are not touched by this.
     decode_positions: (d,) int32, position whose KV this step writes; the row's last token is fed.
     extend_slots: (e,) int32; -1 - i is the row of admissions[i], and then its generation is not read.
@@ -105,6 +107,7 @@ class BatchPlan:
     extend_samples: np.ndarray = field(default_factory=_no_bools)
     extend_token_ids: np.ndarray = field(default_factory=_no_ints)
     snapshots: np.ndarray = field(default_factory=_no_bools)
+    transfers: TransferPlan = NO_TRANSFERS
 
     @property
     def num_rows(self) -> int:
@@ -120,6 +123,7 @@ class PreparedBatch:
         own, and with sliding windows the same of window_pages.
     snapshot_slots: (rows,) int32, where the snapshots that the plan asked for will be; 0 for a row that gets none.
         Empty for a model without recurrent layers. Control holds them from now on.
+    transfers: where the plan's transfers will be.
     """
 
     batch_id: int
@@ -134,6 +138,7 @@ class PreparedBatch:
     window_pages_left: int = 0
     snapshot_slots: np.ndarray = field(default_factory=_no_ints)
     states_left: int = 0
+    transfers: PreparedTransfers = NOTHING_PREPARED
 
     def handle(self, admission: int) -> RequestRuntimeHandle:
         """The row of admissions[admission] of the plan; give it back with `BatchPlanBuilder.release`."""
@@ -153,6 +158,7 @@ class BatchCompletion:
     top_token_ids, top_logprobs: (rows, k) int32 / float32, k the largest `logprobs` asked for in the batch (0 often).
     failure: None, or why every row of this step failed. Then the pool is lost: `identity` is the new pool's, and every
         older page id, handle and extent is refused.
+    transfers: every transfer whose end was noticed since the last completion, of whichever plan.
     """
 
     batch_id: int
@@ -162,6 +168,7 @@ class BatchCompletion:
     top_token_ids: np.ndarray
     top_logprobs: np.ndarray
     failure: str | None = None
+    transfers: tuple[TransferEnd, ...] = ()
 
 
 class StepHandle(Protocol):
@@ -241,6 +248,10 @@ class BatchPlanBuilder:
     def snapshot(self, rows: np.ndarray) -> None:
         """(rows,) bool over decode rows, then extends: whose state to keep as it is after this step."""
         self._fields["snapshots"] = rows
+
+    def transfer(self, transfers: TransferPlan) -> None:
+        """What moves between tiers beside the step."""
+        self._fields["transfers"] = transfers
 
     def decode(self, slots: np.ndarray, generations: np.ndarray, positions: np.ndarray) -> None:
         """All decode rows of the step at once, (d,) int32 each."""
