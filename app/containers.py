@@ -20,7 +20,7 @@ from app.config.server_args import ServerArgs
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import ReqToTokenPool
 from app.models.checkpoint import Progress
-from app.providers import device, free_memory, hybrid, model, sizing, step_memory
+from app.providers import device, free_memory, host_sizing, hybrid, model, sizing, step_memory, tiers
 from app.providers.cache_arms import cache_arms
 from app.providers.lifecycle import Lifecycle, LocalRuntimeResource
 from app.runtime.local import new_identity
@@ -71,16 +71,19 @@ class Container(containers.DeclarativeContainer):
     memory_bytes = Once(model.memory_bytes, platform, tp_size)
     pool_room = Once(sizing.pool_room, platform)
     scheduler_limits = Once(sizing.scheduler_limits, server_args, model_config)
+    chunk_tokens = scheduler_limits.provided.chunk_tokens
     step_bytes = Once(step_memory.step_bytes, server_args, model_config, scheduler_limits, dtype)
+    one_of_each = Once(host_sizing.Specs, page_spec, window_page, one_snapshot)
+    demand = Once(host_sizing.tier_demand, server_args, model_config, platform, one_of_each, chunk_tokens)
     pool_size = Once(
-        sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room, step_bytes
+        sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room, step_bytes, demand
     )
     pool_spec = Once(sizing.with_pages, page_spec, pool_size)
-    window_spec = Once(
-        hybrid.window_spec, server_args, model_config, window_page, pool_size, scheduler_limits.provided.chunk_tokens
-    )
+    window_spec = Once(hybrid.window_spec, server_args, model_config, window_page, pool_size, chunk_tokens)
     state_spec = Once(hybrid.state_spec, server_args, model_config, one_snapshot, pool_size)
     hybrid_spec = Once(hybrid.hybrid_spec, pool_spec, window_spec, state_spec)
+    specs = Once(host_sizing.Specs, pool_spec, window_spec, state_spec)
+    host_size = Once(host_sizing.host_size_here, server_args, model_config, platform, specs, demand)
     device_pool = Once(device.device_pool, pool_spec, hybrid_spec, mesh, attention, model_config)
     free_bytes = Once(free_memory.free_memory, mesh)  # a function: what is free when it is called
     room_check = Once(
@@ -91,6 +94,8 @@ class Container(containers.DeclarativeContainer):
         step_bytes=step_bytes,
         mem_fraction=Once(sizing.mem_fraction, server_args, pool_room),
         free_bytes=free_bytes,
+        demand=demand,
+        host_size=host_size,
     )
     identity = Once(new_identity)
     token_allocator = Once(PagedTokenToKVPoolAllocator, pool_size, page_size, identity)
@@ -100,6 +105,17 @@ class Container(containers.DeclarativeContainer):
     max_pages = Once(sizing.pages_of_context, model_config, page_size)
     req_to_token_pool = Once(ReqToTokenPool, num_rows=num_rows, max_pages=max_pages, mesh=mesh)
     window_pages = Once(hybrid.window_page_pool, window_allocator, model_config, num_rows, max_pages, mesh)
+
+    # Below the device pool; nothing but None without --enable-hierarchical-cache
+    page_carriers = Once(device.page_carriers, pool_spec, hybrid_spec, mesh, attention, model_config)
+    host_pool = Once(tiers.host_pool, host_size, page_size, Once(new_identity), page_carriers.provider)
+    storage_ids = Once(tiers.identities, checkpoint.provided.digest, model_config, dtype, specs, tp_size, page_carriers)
+    storage_lane = Once(tiers.storage_lane, host_size, storage_ids.provider)
+    storage_opener = Once(tiers.storage_opener, server_args)
+    storage = Once(tiers.AttachedStorage, storage_opener, storage_lane)
+    tier_mover = Once(tiers.mover, host_size, host_pool, page_carriers.provider, device_pool, storage_lane)
+    host_events: providers.Provider[object] = providers.Object(None)
+    host_tier = Once(tiers.parts, server_args, host_size, host_pool, storage_ids.provider, host_events)
 
     # The device side
     model_runner = Once(
@@ -113,12 +129,7 @@ class Container(containers.DeclarativeContainer):
         dtype=dtype,
         progress=progress,
     )
-    row_sampling = Once(
-        RowSampling,
-        num_rows=num_rows,
-        vocab_size=model_config.provided.vocab_size,
-        mesh=mesh,
-    )
+    row_sampling = Once(RowSampling, num_rows=num_rows, vocab_size=model_config.provided.vocab_size, mesh=mesh)
     runtime = providers.Resource(
         LocalRuntimeResource,
         lifecycle,
@@ -131,6 +142,8 @@ class Container(containers.DeclarativeContainer):
         states=Once(hybrid.state_slots, state_allocator),
         running_states=Once(hybrid.running_states, state_spec, device_pool),
         check_room=room_check,
+        tiers=tier_mover,
+        storage=storage,
     )
 
     # The control side
@@ -150,6 +163,7 @@ class Container(containers.DeclarativeContainer):
         eviction_policy=server_args.provided.eviction_policy,
         events=events,
         eviction_observer=eviction_observer,
+        host_tier=Once(tiers.if_enabled, server_args, host_tier.provider),
     )
     tree_cache: providers.Selector[BasePrefixCache] = providers.Selector(cache_type.provided.name)
     scheduler_adapter = Once(SchedulerAdapter, tree_cache, num_rows)
@@ -179,6 +193,7 @@ def build_container(
     load_entry_points(wanted=server_args.cache_type)
     sealed = registry.seal()
     check_combination(server_args, sealed.names())
+    tiers.check_backend(server_args)
     container = Container(server_args=server_args, registry=providers.Object(sealed))
     container.progress.override(providers.Object(progress))
     container.tree_cache.set_providers(**cache_arms(sealed, container.cache_deps))

@@ -21,13 +21,17 @@ import numpy as np
 
 from app.caches.base import NO_PAGES, BasePrefixCache, InsertResult, LockReceipt
 from app.caches.inspection import Miss, TopPrefixes
+from app.caches.ledger import check_ledger, page_classes
 from app.caches.page_list import PageList
 from app.caches.snapshot_leases import SnapshotLeases
+from app.caches.tiers.ports import NO_TIERS, CacheTiers
 from app.caches.window_leases import WindowLeases
 from app.core.handles import CacheExtentRef, CacheIdentity
 from app.core.keys import RadixKey
-from app.core.ports import TokenAllocator
+from app.core.transfers import PageCounts
 from app.errors import IntegrityError
+
+NOTHING = PageCounts()
 
 
 class Prefix(NamedTuple):
@@ -60,13 +64,17 @@ class Frees(NamedTuple):
     snapshots: np.ndarray
 
 
-class PageCounts(NamedTuple):
-    """How many pages of the pool are in which hands. They add up to its capacity."""
+class PoolUse(NamedTuple):
+    """How many pages of the pool are in which hands. They add up to its capacity.
+
+    restoring: being written with what the host tier has of a prefix.
+    """
 
     free: int
     cached_unlocked: int
     cached_locked: int
     held_by_requests: int
+    restoring: int = 0
 
 
 @dataclass(slots=True)
@@ -109,13 +117,30 @@ class SchedulerAdapter:
     def reuses_prefixes(self) -> bool:
         return self._cache.reuses_prefixes
 
+    @property
+    def tiers(self) -> CacheTiers:
+        """What is below the device pool."""
+        return self._cache.tiers
+
+    @property
+    def has_tiers(self) -> bool:
+        return self._cache.tiers is not NO_TIERS
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether pages are on their way into the pool: the cache's, and free to be evicted, once they have landed."""
+        return any(ids.size for ids in self._cache.tiers.in_flight_ids())
+
     def available(self) -> int:
         """Pages that the next prepare may hand out without evicting."""
         return self._allocator.available()
 
-    def reachable(self) -> int:
-        """Pages that the next prepare may hand out if everything unlocked is evicted; a window page for each."""
-        return min(self.reachable_full(), self.reachable_window())
+    def reachable(self, beside: PageCounts = NOTHING) -> int:
+        """Pages that the next prepare may hand out if everything unlocked is evicted; a window page for each.
+
+        beside: what it hands out besides.
+        """
+        return min(self.reachable_full() - beside.pages, self.reachable_window() - beside.window_pages)
 
     def reachable_full(self) -> int:
         """`reachable` as far as full pages are concerned."""
@@ -126,6 +151,10 @@ class SchedulerAdapter:
         if self._windows is None:
             return sys.maxsize
         return self._windows.available() + self._cache.evictable_window_pages
+
+    def reachable_snapshots(self) -> int:
+        """Snapshots that the next prepare may hand out if all that are unlocked are evicted."""
+        return 0 if self._snapshots is None else self._snapshots.available() + self._cache.evictable_states
 
     @property
     def window_pages_kept(self) -> int:
@@ -148,11 +177,12 @@ class SchedulerAdapter:
         """The cached prefixes that saved most tokens. Changes nothing."""
         return self._cache.top_prefixes(limit)
 
-    def page_counts(self) -> PageCounts:
-        """O(1), from counters; `ledger` is the same by counting pages."""
+    def page_counts(self) -> PoolUse:
+        """From counters; `ledger` is the same by counting pages. O(pages that are being restored)."""
         free = self._allocator.available()
         unlocked, locked = self._cache.evictable_pages, self._cache.protected_pages
-        return PageCounts(free, unlocked, locked, self.capacity - free - unlocked - locked)
+        restoring = self._cache.tiers.in_flight_ids().pages.size
+        return PoolUse(free, unlocked, locked, self.capacity - free - unlocked - locked - restoring, restoring)
 
     def admit(self, request_id: str, key: RadixKey) -> Prefix:
         """Match and lock `key`'s cached prefix; the request starts with it."""
@@ -259,18 +289,18 @@ class SchedulerAdapter:
             self._windows.release(request_id)
         self._cache.unlock(lease.receipt)
 
-    def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are available, with a window page for each.
+    def make_room(self, num_pages: int, beside: PageCounts = NOTHING) -> bool:
+        """Evict until `num_pages` are available, with a window page for each, and besides what `beside` says.
 
-        -> whether they are; evicts nothing when that cannot be reached.
+        -> whether they are; evicts nothing when that cannot be reached. Snapshots are not looked at.
         """
-        if num_pages > self.reachable():
+        if num_pages > self.reachable(beside):
             return False
-        shortfall = num_pages - self._allocator.available()
+        shortfall = num_pages + beside.pages - self._allocator.available()
         if shortfall > 0:
             self.num_evicted_pages += self._cache.evict(shortfall)
         if self._windows is not None:
-            shortfall = num_pages - self._windows.available()
+            shortfall = num_pages + beside.window_pages - self._windows.available()
             if shortfall > 0:
                 self._cache.evict_window(shortfall)
         return True
@@ -294,46 +324,55 @@ class SchedulerAdapter:
         return self._leases[request_id].pages.size
 
     def reset(self) -> None:
-        """The pool is gone: forget every lease and everything cached."""
+        """The pool is gone: forget every lease, everything cached, and what was to be copied from or into it."""
         self._leases.clear()
         if self._windows is not None:
             self._windows.reset()
         if self._snapshots is not None:
             self._snapshots.reset()
+        self._cache.tiers.reset_device()
         self._cache.reset()
 
     def flush(self) -> int:
-        """Drop everything cached; LockedPageError while a request runs. -> pages freed."""
-        return self._cache.flush()
+        """Drop everything cached, on the host too; LockedPageError while a request runs. -> pages of the pool freed."""
+        num_pages = self._cache.flush()
+        self._cache.tiers.flush()
+        return num_pages
 
     def ledger(self) -> dict[str, np.ndarray]:
-        """Page ids by class, int32 each: cached_evictable, cached_protected, requests, recorded, free. For checks."""
+        """Page ids by class, int32 each: cached_evictable, cached_protected, requests, restoring, recorded, free.
+
+        For checks.
+        """
         own = [lease.own() for lease in self._leases.values()]
         requests = np.concatenate(own) if own else NO_PAGES
-        return _classes(self._allocator, self._cache.cached_page_ids(), requests)
+        restoring = self._cache.tiers.in_flight_ids().pages
+        return page_classes(self._allocator, self._cache.cached_page_ids(), requests, restoring)
 
     def window_ledger(self) -> dict[str, np.ndarray]:
         """The same of window pages; empty without sliding windows."""
         if self._windows is None or self._cache.window_allocator is None:
             return {}
-        cached = self._cache.cached_window_page_ids()
-        return _classes(self._cache.window_allocator, cached, self._windows.own_page_ids())
+        cached, restoring = self._cache.cached_window_page_ids(), self._cache.tiers.in_flight_ids().window_pages
+        return page_classes(self._cache.window_allocator, cached, self._windows.own_page_ids(), restoring)
 
     def snapshot_ledger(self) -> dict[str, np.ndarray]:
         """The same of snapshots; empty without recurrent layers."""
         if self._snapshots is None or self._cache.state_allocator is None:
             return {}
-        return _classes(self._cache.state_allocator, self._cache.cached_states(), self._snapshots.in_flight_ids())
+        cached, restoring = self._cache.cached_states(), self._cache.tiers.in_flight_ids().states
+        return page_classes(self._cache.state_allocator, cached, self._snapshots.in_flight_ids(), restoring)
 
     def check_integrity(self) -> None:
         """Every page of each pool is in exactly one class of its ledger; the cache's own invariants hold. O(pages)."""
         self._cache.check_integrity()
-        _check_ledger("pages", self.ledger(), self.capacity)
+        self._cache.tiers.check_integrity()
+        check_ledger("pages", self.ledger(), self.capacity)
         if self._windows is not None and self._cache.window_allocator is not None:
-            _check_ledger("window pages", self.window_ledger(), self._cache.window_allocator.capacity)
+            check_ledger("window pages", self.window_ledger(), self._cache.window_allocator.capacity)
             self._windows.check_integrity()
         if self._cache.state_allocator is not None:
-            _check_ledger("snapshots", self.snapshot_ledger(), self._cache.state_allocator.capacity)
+            check_ledger("snapshots", self.snapshot_ledger(), self._cache.state_allocator.capacity)
         for request_id, lease in self._leases.items():
             if not 0 <= lease.shared <= lease.pages.size:
                 raise IntegrityError(owner="SchedulerAdapter", broken=f"lease of {request_id!r}: {lease}")
@@ -343,30 +382,3 @@ def _window_leases(cache: BasePrefixCache, num_rows: int) -> WindowLeases | None
     if cache.window_allocator is None or cache.sliding_window is None:
         return None
     return WindowLeases(allocator=cache.window_allocator, window=cache.sliding_window, num_rows=num_rows)
-
-
-def _classes(
-    allocator: TokenAllocator, cached: tuple[np.ndarray, np.ndarray], requests: np.ndarray
-) -> dict[str, np.ndarray]:
-    return {
-        "cached_evictable": cached[0],
-        "cached_protected": cached[1],
-        "requests": requests,
-        "recorded": allocator.recorded_frees(),
-        "free": allocator.free_page_ids(),
-    }
-
-
-def _check_ledger(what: str, classes: dict[str, np.ndarray], capacity: int) -> None:
-    owners = np.zeros(capacity + 1, np.int32)
-    for pages in classes.values():
-        np.add.at(owners, pages, 1)
-    double = np.flatnonzero(owners[1:] > 1) + 1
-    leaked = np.flatnonzero(owners[1:] == 0) + 1
-    if double.size or leaked.size or owners[0]:
-        counts = {name: int(pages.size) for name, pages in classes.items()}
-        raise IntegrityError(
-            owner=f"ledger of {what}",
-            broken=f"double owned: {double[:8].tolist()} ({double.size}), leaked: {leaked[:8].tolist()} "
-            f"({leaked.size}), padding page owned: {bool(owners[0])}; counts {counts}, capacity {capacity}",
-        )

@@ -55,7 +55,7 @@ def measure(folder: Path, page_bytes: int, num_pages: int, rounds: int) -> None:
     plain.mkdir()
     storage = FileStorage(folder / "file", 4 * total)
     coded = FileStorage(folder / "codec", 4 * total)
-    workers = StorageWorkers(FileStorage(folder / "workers", 4 * total), codec)
+    workers = StorageWorkers(FileStorage(folder / "workers", 4 * total))
     arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
 
     def floor_write() -> None:
@@ -96,11 +96,11 @@ def measure(folder: Path, page_bytes: int, num_pages: int, rounds: int) -> None:
             num_left -= len(results)
 
     def workers_write() -> None:
-        workers.set(keys, pages, arrivals.put, NO_DEADLINE)
+        workers.set(codec, keys, pages, arrivals.put, NO_DEADLINE)
         arrive(Outcome.STORED)
 
     def workers_read() -> None:
-        workers.get(keys, arrivals.put, NO_DEADLINE)
+        workers.get(codec, keys, arrivals.put, NO_DEADLINE)
         arrive(Outcome.HIT)
 
     def workers_empty() -> None:

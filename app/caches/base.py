@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from app.caches.tiers.ports import NO_TIERS, CacheTiers, TierParts
 from app.config.model_config import Component
 from app.core.keys import RadixKey
 from app.core.ports import DevicePool, TokenAllocator
+from app.errors import ConfigError
 
 NO_PAGES = np.empty(0, np.int32)
 NO_PAGES.setflags(write=False)
@@ -131,7 +132,16 @@ class CacheDeps:
 class BasePrefixCache(ABC):
     """A prefix cache over page ids. Single-threaded: the scheduler's thread calls it."""
 
+    takes_host_tier: ClassVar[bool] = False
+
     def __init__(self, deps: CacheDeps) -> None:
+        """ConfigError for a host tier that the type does not take."""
+        if deps.host_tier is not None and not self.takes_host_tier:
+            raise ConfigError(
+                field="--enable-hierarchical-cache",
+                value=True,
+                allowed=f"only with --cache-type unified_radix_cache: {type(self).__name__} has no tiers",
+            )
         self.token_allocator = deps.token_allocator
         self.window_allocator = deps.window_allocator  # None without sliding windows
         self.state_allocator = deps.state_allocator  # None without recurrent layers

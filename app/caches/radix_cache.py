@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,11 +12,12 @@ from app.caches.registry import register_kv_cache
 from app.caches.tree import inspection
 from app.caches.tree.components.base import TreeComponent
 from app.caches.tree.core import TreeCore
+from app.caches.tree.eviction import Leaving, evict_pages, nobody_watches
 from app.caches.tree.integrity import check_tree
 from app.caches.tree.policies.choice import make_eviction_order
 from app.config.model_config import Component
 from app.core.handles import CacheIdentity
-from app.core.keys import RadixKey
+from app.core.keys import Namespace, RadixKey
 from app.core.ports import TokenAllocator
 from app.errors import LockedPageError
 
@@ -28,10 +29,21 @@ class RadixCache(BasePrefixCache):
     a dead pool are never served.
     """
 
-    def __init__(self, deps: CacheDeps, pools: Sequence[tuple[TreeComponent, TokenAllocator]] = ()) -> None:
-        """`pools`: for each component that the tree has beside full pages, where its ids come from and go back to."""
+    def __init__(
+        self,
+        deps: CacheDeps,
+        pools: Sequence[tuple[TreeComponent, TokenAllocator]] = (),
+        *,
+        leaving: Leaving = nobody_watches,
+        seed: Callable[[Namespace], bytes] = Namespace.seed,
+    ) -> None:
+        """`pools`: for each component that the tree has beside full pages, where its ids come from and go back to.
+
+        leaving: told of what eviction takes; not of what a flush takes. seed: as TreeCore has it.
+        """
         super().__init__(deps)
         self._pools = pools
+        self._leaving = leaving
         self._seen = self._seen_now()
         self._live_tree = TreeCore(
             capacity=deps.token_allocator.capacity,
@@ -40,6 +52,7 @@ class RadixCache(BasePrefixCache):
             clock=deps.clock,
             components=tuple(component for component, _ in pools),
             events=deps.events,
+            seed=seed,
             observer=deps.eviction_observer,
         )
 
@@ -81,9 +94,7 @@ class RadixCache(BasePrefixCache):
         return self._tree().insert(key, pages)
 
     def evict(self, num_pages: int) -> int:
-        pages = self._tree().evict(num_pages)
-        self._free(pages)
-        return int(pages.size)
+        return self._evict_pages(num_pages, self._leaving)
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
         return self._tree().page_ids()
@@ -102,7 +113,7 @@ class RadixCache(BasePrefixCache):
         tree = self._tree()
         if tree.protected_pages:
             raise LockedPageError(pages=tuple(tree.page_ids()[1].tolist()))
-        return self.evict(tree.evictable_pages)
+        return self._evict_pages(tree.evictable_pages, nobody_watches)
 
     def check_integrity(self) -> None:
         check_tree(self._tree(), page_size=self.page_size)
@@ -114,6 +125,11 @@ class RadixCache(BasePrefixCache):
                 self.reset()
                 break
         return self._live_tree
+
+    def _evict_pages(self, num_pages: int, leaving: Leaving) -> int:
+        pages = evict_pages(self._tree(), num_pages, leaving)
+        self._free(pages)
+        return int(pages.size)
 
     def _seen_now(self) -> tuple[tuple[TokenAllocator, CacheIdentity], ...]:
         """Every pool, and the identity under which its ids mean what the tree holds."""

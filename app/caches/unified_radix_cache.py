@@ -1,141 +1,65 @@
-"""One prefix cache for every model: full attention, sliding windows, recurrent states, and their mixtures.
-
-The tree's full pages name its places; a model without full-attention layers has such page ids too, and they cost it no
-memory. See docs/caches.md.
-"""
+"""One prefix cache for every model, and the tiers below its device pool, where it is given some."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 
-from app.caches.base import NO_PAGES, CacheDeps, InsertResult, LockReceipt
-from app.caches.radix_cache import RadixCache
+from app.caches.base import NO_PAGES, CacheDeps, InsertResult, MatchResult
+from app.caches.component_cache import ComponentCache
 from app.caches.registry import register_kv_cache
-from app.caches.tree.components.base import Offer, TreeComponent
-from app.caches.tree.components.recurrent import StateComponent
-from app.caches.tree.components.swa import WindowComponent
-from app.caches.tree.policies.choice import make_eviction_order
+from app.caches.tiers.building import build_tiers
+from app.caches.tiers.listening import NOBODY_LISTENS, TierListener
+from app.caches.tiers.ports import NO_TIERS, CacheTiers
+from app.caches.tree.node import TreeNode
 from app.config.model_config import Component
-from app.core.keys import RadixKey
-from app.core.ports import TokenAllocator
-from app.errors import ConfigError
-
-_Given = TypeVar("_Given")
+from app.core.keys import Namespace, RadixKey
 
 
-class UnifiedRadixCache(RadixCache):
-    """A RadixCache whose tree also has the components of the model. With FULL alone, it is one."""
+class UnifiedRadixCache(ComponentCache):
+    """A ComponentCache that tells the tiers below what it publishes, matches and lets go.
+
+    A flush forgets what is on the host too; a reset, when only the device pool is gone, does not.
+    """
+
+    takes_host_tier = True
 
     def __init__(self, deps: CacheDeps) -> None:
-        """ConfigError if a component's allocator, or the window, is missing."""
-        pools: list[tuple[TreeComponent, TokenAllocator]] = []
-        self._window: WindowComponent | None = None
-        self._states: StateComponent | None = None
-        if Component.SWA in deps.components:
-            allocator = _given("window_allocator", deps.window_allocator)
-            self._window = WindowComponent(
-                capacity=allocator.capacity,
-                order=make_eviction_order(deps.eviction_policy),
-                window=_given("sliding_window", deps.sliding_window),
-                page_size=deps.page_size,
-            )
-            pools.append((self._window, allocator))
-        if Component.RECURRENT in deps.components:
-            allocator = _given("state_allocator", deps.state_allocator)
-            self._states = StateComponent(capacity=allocator.capacity, order=make_eviction_order(deps.eviction_policy))
-            pools.append((self._states, allocator))
-        super().__init__(deps, pools)
+        parts = None if deps.host_tier is None else deps.host_tier()
+        self._tiers: CacheTiers = NO_TIERS
+        self._listener: TierListener = NOBODY_LISTENS
+        if parts is None:
+            super().__init__(deps)
+            return
+        super().__init__(deps, leaving=self._tell_leaving, seed=parts.storage_seed or Namespace.seed)
+        self._tiers = self._listener = build_tiers(self, deps, parts)
 
     @property
-    def evictable_window_pages(self) -> int:
-        return self._held_evictable(self._window)
+    def tiers(self) -> CacheTiers:
+        return self._tiers
 
-    @property
-    def protected_window_pages(self) -> int:
-        return self._held_protected(self._window)
-
-    @property
-    def evictable_states(self) -> int:
-        return self._held_evictable(self._states)
-
-    @property
-    def protected_states(self) -> int:
-        return self._held_protected(self._states)
+    def match(self, key: RadixKey) -> MatchResult:
+        found = super().match(key)
+        self._listener.matched(key, found)
+        return found
 
     def insert(
         self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
     ) -> InsertResult:
-        """As the base says.
+        result = super().insert(key, pages, window_pages, state)
+        self._listener.published(key, result)
+        return result
 
-        OwnershipError, and no change, if anything to adopt, of whichever pool, is cached already under other tokens.
-        ValueError for too few window pages, for a gap in them, or for a snapshot of a key that ends within a page.
-        """
-        tree = self._tree()
-        if not self._pools:
-            return tree.insert(key, pages)
-        return tree.insert(key, pages, self._offers(key, window_pages, state))
+    def reset(self) -> None:
+        super().reset()
+        self._tiers.reset_device()
 
-    def unlock_window(self, receipt: LockReceipt) -> None:
-        """As the base says. StaleHandleError for a receipt that `unlock` would refuse."""
-        self._tree().receipts.check(receipt)
-        if self._window is not None:
-            self._window.unlock(receipt.number)
+    def flush(self) -> int:
+        freed = super().flush()
+        self._tiers.flush()
+        return freed
 
-    def evict_window(self, num_pages: int) -> int:
-        return self._evict_parts(self._window, num_pages)
-
-    def evict_states(self, num_states: int) -> int:
-        return self._evict_parts(self._states, num_states)
-
-    def cached_window_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._held_ids(self._window)
-
-    def cached_states(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._held_ids(self._states)
-
-    def _offers(self, key: RadixKey, window_pages: np.ndarray, state: int) -> list[Offer]:
-        offers: list[Offer] = []
-        num_pages, rest = divmod(key.num_tokens, self.page_size)
-        if self._window is not None:
-            if window_pages.size < num_pages:
-                raise ValueError(f"{window_pages.size} window pages for a key of {num_pages} whole pages")
-            offers.append(self._window.offer(window_pages[:num_pages]))
-        if self._states is not None:
-            if state and rest:
-                raise ValueError(f"snapshot {state} of {key.num_tokens} tokens, which are not whole pages")
-            offers.append(self._states.offer(state, key.num_tokens))
-        return offers
-
-    def _evict_parts(self, component: TreeComponent | None, count: int) -> int:
-        tree = self._tree()
-        if component is None:
-            return 0
-        pages = tree.evict_parts(component, count)
-        num_ids = component.num_let_go
-        self._free(pages)
-        return num_ids
-
-    def _held_evictable(self, component: TreeComponent | None) -> int:
-        self._tree()
-        return 0 if component is None else component.evictable
-
-    def _held_protected(self, component: TreeComponent | None) -> int:
-        self._tree()
-        return 0 if component is None else component.protected
-
-    def _held_ids(self, component: TreeComponent | None) -> tuple[np.ndarray, np.ndarray]:
-        self._tree()
-        return (NO_PAGES, NO_PAGES) if component is None else component.ids()
-
-
-def _given(name: str, value: _Given | None) -> _Given:
-    if value is None:
-        raise ConfigError(
-            field=name, value=None, allowed="what the model's components need: this cache cannot do without"
-        )
-    return value
+    def _tell_leaving(self, node: TreeNode) -> None:
+        self._listener.leaving(node)
 
 
 _FULL, _SWA, _RECURRENT = Component.FULL, Component.SWA, Component.RECURRENT

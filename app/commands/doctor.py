@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.commands.engine import open_container
 from app.commands.progress import progress_bar
+from app.config.checks import restore_advice
 from app.config.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -29,20 +30,23 @@ class DoctorArgs:
     target: str = ""
     """A TPU that need not be here, as v5e:2x2: size the engine for it and compile its step, instead of building one."""
 
+    prefill_rate: float | None = None
+    """Prompt tokens that the engine computes in a second, to judge whether restoring from the host is quicker."""
+
     server: ServerArgs = field(default_factory=ServerArgs)
     """The engine. Each of these can also come from the environment, as TPUKV_PAGE_SIZE and so on."""
 
 
 def run(args: DoctorArgs, opening: OpenContainer = open_container) -> int:
     """0 if everything could be built and every check holds; a check that fails raises IntegrityError."""
-    report = examine_target(args.server, args.target) if args.target else _build_and_examine(args.server, opening)
+    report = examine_target(args.server, args.target) if args.target else _build_and_examine(args, opening)
     print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0
 
 
-def _build_and_examine(server_args: ServerArgs, opening: OpenContainer) -> dict[str, Any]:
-    with opening(server_args, build_all) as container:
-        return examine(container)
+def _build_and_examine(args: DoctorArgs, opening: OpenContainer) -> dict[str, Any]:
+    with opening(args.server, build_all) as container:
+        return examine(container, args.prefill_rate)
 
 
 def examine_target(server_args: ServerArgs, target: str) -> dict[str, Any]:
@@ -61,11 +65,34 @@ def build_all(container: Container) -> None:
         provider()
 
 
-def examine(container: Container) -> dict[str, Any]:
-    """What was built, as plain values for JSON. Runs every integrity check on the way."""
+def examine(container: Container, prefill_rate: float | None = None) -> dict[str, Any]:
+    """What was built, as plain values for JSON. Runs every integrity check, and measures copies between tiers.
+
+    prefill_rate: prompt tokens computed a second, if known.
+    """
     from app.providers.report import engine_facts
 
-    return {**engine_facts(container), "providers": sorted(container.providers), "checked": _check(container)}
+    facts = {**engine_facts(container), **_measured(container)}
+    facts["warnings"] = facts.pop("warnings") + _advice_on_rates(facts, prefill_rate)
+    return {**facts, "providers": sorted(container.providers), "checked": _check(container)}
+
+
+def _measured(container: Container) -> dict[str, Any]:
+    from app.providers.tier_report import copy_facts
+
+    carrier = container.page_carriers().pages
+    if container.host_size() is None or carrier is None:
+        return {}
+    container.runtime()  # opens the pool
+    return copy_facts(container.device_pool(), carrier, container.pool_spec())
+
+
+def _advice_on_rates(facts: dict[str, Any], prefill_rate: float | None) -> list[str]:
+    from app.providers.tier_report import RESTORED_RATE
+
+    if prefill_rate is None or RESTORED_RATE not in facts:
+        return []
+    return restore_advice(facts[RESTORED_RATE], prefill_rate)
 
 
 def _check(container: Container) -> list[str]:

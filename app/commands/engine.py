@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from app.commands.nodes.joining import joined
 from app.commands.progress import progress_bar
 from app.config.cache_type import CacheTypeChoice
-from app.config.checks import advice
 from app.config.server_args import ServerArgs
 from app.core.sampling import SamplingParams
 
@@ -32,6 +31,11 @@ class Engine(Protocol):
     @property
     def cache(self) -> CacheTypeChoice: ...
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the cache has tiers below the device pool."""
+        ...
+
     def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RequestOutput]:
         """Answer them together; outputs in the order of the prompts. May be called again."""
         ...
@@ -49,6 +53,7 @@ class ContainerEngine:
 
     def __init__(self, container: Container) -> None:
         self.cache: CacheTypeChoice = container.cache_type()
+        self.has_tiers: bool = container.scheduler_adapter().has_tiers
         self._scheduler = container.scheduler()
         self._tokenizer = container.tokenizer()
         self._num_asked = 0
@@ -119,7 +124,7 @@ def announce_settings(container: Container) -> None:
     """Log what may surprise in the settings."""
     import structlog
 
-    args, cache = container.server_args(), container.cache_type()
-    pool_tokens = container.pool_size() * args.page_size
-    for note in advice(args, container.base_model_config(), cache.name, pool_tokens):
+    from app.providers.report import notes
+
+    for note in notes(container):
         structlog.get_logger(__name__).warning("setting_noted", note=note)

@@ -106,8 +106,8 @@ def run(args: GenerateArgs, opening: OpenEngine = open_engine, stdin: BinaryIO |
     prompts = _prompts(args, sys.stdin.buffer if stdin is None else stdin)
     with opening(args.server) as engine:
         outputs = engine.answer(prompts, sampling)
-        cache = engine.cache
-    print(_as_json(outputs, cache) if args.json else _as_text(prompts, outputs, cache))
+        cache, has_tiers = engine.cache, engine.has_tiers
+    print((_as_json if args.json else _as_text)(prompts, outputs, cache, has_tiers))
     return _report_failures(outputs)
 
 
@@ -128,16 +128,18 @@ def _prompts(args: GenerateArgs, stdin: BinaryIO) -> list[Prompt]:
     return [Prompt(text, args.system, args.raw) for text in texts]
 
 
-def _as_json(outputs: Sequence[RequestOutput], cache: CacheTypeChoice) -> str:
+def _as_json(
+    prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], cache: CacheTypeChoice, has_tiers: bool
+) -> str:
     document = {
-        "outputs": [_entry(output) for output in outputs],
+        "outputs": [_entry(output, has_tiers) for output in outputs],
         "cache_type": cache.name,
         "cache_type_reason": cache.reason,
     }
     return json.dumps(document, ensure_ascii=False)
 
 
-def _entry(output: RequestOutput) -> dict[str, Any]:
+def _entry(output: RequestOutput, has_tiers: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -145,19 +147,30 @@ def _entry(output: RequestOutput) -> dict[str, Any]:
         "cached_tokens": output.cached_tokens,
         "finish_reason": output.finish_reason,
     }
+    if has_tiers:
+        entry["cached_tokens_details"] = output.cached_by_tier
     return entry if output.error is None else {**entry, "error": output.error}
 
 
-def _as_text(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], cache: CacheTypeChoice) -> str:
+def _as_text(
+    prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], cache: CacheTypeChoice, has_tiers: bool
+) -> str:
     """One answer is printed by itself, so that it can be piped; several are told apart by their prompts."""
     if len(outputs) == 1:
         return outputs[0].text
     parts = [
-        f"> {prompt.text}\n{output.text}\n[{output.prompt_tokens} prompt tokens, {output.cached_tokens} cached; "
+        f"> {prompt.text}\n{output.text}\n[{output.prompt_tokens} prompt tokens, {_cached(output, has_tiers)}; "
         f"{len(output.token_ids)} answered, {output.finish_reason}]\n"
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
     return "\n".join([*parts, f"cache type {cache.name}: {cache.reason}"])
+
+
+def _cached(output: RequestOutput, has_tiers: bool) -> str:
+    if not has_tiers:
+        return f"{output.cached_tokens} cached"
+    parts = ", ".join(f"{tokens} {tier}" for tier, tokens in output.cached_by_tier.items())
+    return f"{output.cached_tokens} cached ({parts})"
 
 
 def _report_failures(outputs: Sequence[RequestOutput]) -> int:

@@ -6,6 +6,11 @@
                         | registered and covers the model     |
     decode              | chunk_cache                         | chunk_cache; anything else is refused
 
+With --enable-hierarchical-cache, whose tiers only unified_radix_cache has:
+
+    null, prefill       | unified_radix_cache                 | unified_radix_cache; anything else is refused
+    decode              | refused                             | refused
+
 Pure. `check_combination` needs the registered names alone, so it runs before even a model's config is read.
 """
 
@@ -20,7 +25,8 @@ from app.errors import CacheTypeConflictError, ConfigError, UnknownCacheTypeErro
 
 # Only these are ever chosen unasked. A type that becomes able to cover more models moves up to them by itself.
 CHUNK_CACHE = "chunk_cache"
-DEFAULT_ORDER = ("unified_radix_cache", "radix_cache", CHUNK_CACHE)
+TIERED_CACHE = "unified_radix_cache"
+DEFAULT_ORDER = (TIERED_CACHE, "radix_cache", CHUNK_CACHE)
 
 # For each registered type, in order of registration: the sets of components that it can hold for a model.
 ComponentsByType = Mapping[str, frozenset[frozenset[Component]]]
@@ -34,7 +40,9 @@ class CacheTypeChoice(NamedTuple):
 
 
 def check_combination(args: ServerArgs, known_names: Collection[str]) -> None:
-    """Refuse what needs no model to be refused: decode with another type, and a name that nobody registered."""
+    """Refuse what needs no model to be refused: decode with another type, tiers below a type that has none, and a name
+    that nobody registered.
+    """
     decode = args.disaggregation_mode == "decode"
     if decode and args.cache_type not in (None, CHUNK_CACHE):
         raise CacheTypeConflictError(
@@ -44,9 +52,27 @@ def check_combination(args: ServerArgs, known_names: Collection[str]) -> None:
             other_value=args.disaggregation_mode,
             allowed=f"a decode node gets its prefixes from a prefill node and uses {CHUNK_CACHE}",
         )
-    wanted = CHUNK_CACHE if decode else args.cache_type
+    if args.enable_hierarchical_cache:
+        _check_tiers(args)
+    wanted = CHUNK_CACHE if decode else TIERED_CACHE if args.enable_hierarchical_cache else args.cache_type
     if wanted is not None and wanted not in known_names:
         raise UnknownCacheTypeError(name=wanted, known=tuple(known_names))
+
+
+def _check_tiers(args: ServerArgs) -> None:
+    wrong = (
+        (args.disaggregation_mode == "decode", "--disaggregation-mode", args.disaggregation_mode, CHUNK_CACHE),
+        (args.cache_type not in (None, TIERED_CACHE), "--cache-type", args.cache_type, "that type"),
+    )
+    for applies, field, value, cache in wrong:
+        if applies:
+            raise CacheTypeConflictError(
+                field=field,
+                value=value,
+                other_field="--enable-hierarchical-cache",
+                other_value=True,
+                allowed=f"{TIERED_CACHE} has tiers below the device, and {cache} has none",
+            )
 
 
 def resolve_cache_type(args: ServerArgs, model: ModelConfig, components_by_type: ComponentsByType) -> CacheTypeChoice:
@@ -55,6 +81,9 @@ def resolve_cache_type(args: ServerArgs, model: ModelConfig, components_by_type:
     if args.cache_type is not None:
         _check_covers(args.cache_type, model, components_by_type[args.cache_type])
         return CacheTypeChoice(args.cache_type, "asked for by --cache-type")
+    if args.enable_hierarchical_cache:
+        _check_covers(TIERED_CACHE, model, components_by_type[TIERED_CACHE])
+        return CacheTypeChoice(TIERED_CACHE, "--enable-hierarchical-cache: the one cache type that has tiers")
     if args.disaggregation_mode == "decode":
         _check_covers(CHUNK_CACHE, model, components_by_type[CHUNK_CACHE])
         return CacheTypeChoice(CHUNK_CACHE, "--disaggregation-mode decode: the prefix was computed on a prefill node")

@@ -41,3 +41,23 @@ def advice(args: ServerArgs, model: ModelConfig, cache_type: str, pool_tokens: i
         (args.disable_overlap, "--disable-overlap makes every step wait for the one before"),
     )
     return [text for applies, text in situations if applies]
+
+
+def tier_advice(args: ServerArgs, device_tokens: int, host_tokens: int) -> list[str]:
+    """The same about the tiers. device_tokens, host_tokens: what the pools hold."""
+    if args.hicache_host_mode != "cache" or host_tokens > device_tokens:
+        return []
+    return [
+        f"the host pool holds {host_tokens} tokens and the KV pool {device_tokens}: once both are full, every page on "
+        "the host may be on the device too; a larger --hicache-ratio or --hicache-size adds to what is kept"
+    ]
+
+
+def restore_advice(restored_rate: float, prefill_rate: float) -> list[str]:
+    """The same about measured rates, both in tokens a second."""
+    if restored_rate >= prefill_rate:
+        return []
+    return [
+        f"{restored_rate:,.0f} tokens a second come back from the host and {prefill_rate:,.0f} are computed: "
+        "computing is quicker, and nothing will be restored"
+    ]

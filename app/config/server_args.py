@@ -7,10 +7,13 @@ registered cache types in `app/config/cache_type.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
+from app.config import rules
+from app.config.tier_settings import HostMode, PrefetchPolicy, WritePolicy
 from app.errors import CacheTypeConflictError, ConfigError
 
 DisaggregationMode = Literal["null", "prefill", "decode"]
@@ -28,8 +31,10 @@ MAX_PAGE_SIZE = 1024
 MAX_RUNNING_REQUESTS = 4096
 MAX_INT32 = 2**31 - 1
 MAX_NODES = 1024
-MAX_PORT = 65535
 MAX_DIST_TIMEOUT = 86400
+MAX_GB = 1e6
+MAX_RATIO = 1e4
+MAX_SECONDS = 86400.0
 MIN_POOL_PAGES = 2  # one page that can be shared, and room for the token after it
 
 
@@ -129,12 +134,58 @@ class ServerArgs:
     eviction_policy: EvictionPolicy = "lru"
     """Which unlocked cached pages go first when room is needed."""
 
+    enable_hierarchical_cache: bool = False
+    """Keep what the KV pool has no room for in host memory, and in storage with --hicache-storage-backend."""
+
+    hicache_ratio: float = 2.0
+    """Size of the host pool as a multiple of the KV pool."""
+
+    hicache_size: float | None = None
+    """Size of the host pool in GB (10^9 bytes, of all ranks together); by default what --hicache-ratio says."""
+
+    hicache_write_policy: WritePolicy = "write_through_selective"
+    """What is copied to the host: all at once; what was hit --hicache-write-min-hits times; what is evicted."""
+
+    hicache_write_min_hits: int = 2
+    """Hits after which write_through_selective copies a prefix."""
+
+    hicache_host_mode: HostMode = "cache"
+    """What host memory is: a cache, or buffer_only, through which pages go to storage and come back."""
+
+    hicache_staging_size: float | None = None
+    """Device memory in GB for copies under way; by default two chunks of a prompt, at most 1/8 of the KV pool."""
+
+    hicache_copy_deadline: float = 30.0
+    """Seconds after which a copy between device and host is given up."""
+
+    hicache_storage_backend: str | None = None
+    """Storage below the host pool: file, obstore, mooncake, memory or one of a plugin; by default none."""
+
+    hicache_storage_path: str = ""
+    """Where the storage is: a folder for file, a URL for obstore, HOST:PORT of the master for mooncake."""
+
+    hicache_storage_size: float | None = None
+    """Most GB that the storage keeps, or for mooncake lends; by default 17.2 where the backend has a limit."""
+
+    hicache_storage_options: str = dataclasses.field(default="", repr=False)
+    """Settings of the backend's own: a JSON object of texts."""
+
+    hicache_storage_prefetch_policy: PrefetchPolicy = "timeout"
+    """How long a request waits for its prefix from storage: not at all, --hicache-storage-prefetch-timeout, or all."""
+
+    hicache_storage_prefetch_timeout: float = 2.0
+    """Seconds that a request waits for its prefix with --hicache-storage-prefetch-policy timeout."""
+
+    hicache_storage_deadline: float = 10.0
+    """Seconds after which an answer of the storage counts as a miss."""
+
     def __post_init__(self) -> None:
         for field, accepts, allowed in _RULES:
             value = getattr(self, field)
             if not accepts(value):
-                raise ConfigError(field=flag_of(field), value=value, allowed=allowed)
+                raise ConfigError(field=flag_of(field), value=self._shown(field), allowed=allowed)
         self._check_nodes()
+        self._check_tiers()
         if self.max_total_tokens is not None:
             self._check_pool(self.max_total_tokens)
 
@@ -156,6 +207,26 @@ class ServerArgs:
                     other_value=self.nnodes,
                     allowed=allowed,
                 )
+
+    def _check_tiers(self) -> None:
+        """Settings that only mean something beside another one, once they differ from their default."""
+        for own in dataclasses.fields(self):
+            if getattr(self, own.name) == own.default:
+                continue
+            for needy, other, accepts, allowed in _NEEDS:
+                if own.name.startswith(needy) and not accepts(getattr(self, other)):
+                    raise CacheTypeConflictError(
+                        field=flag_of(own.name),
+                        value=self._shown(own.name),
+                        other_field=flag_of(other),
+                        other_value=getattr(self, other),
+                        allowed=allowed,
+                    )
+
+    def _shown(self, name: str) -> object:
+        """The value as a message may show it."""
+        secret = {own.name for own in dataclasses.fields(self) if not own.repr}
+        return "***" if name in secret else getattr(self, name)
 
     def _check_pool(self, max_total_tokens: int) -> None:
         """What depends on the size of the pool, where it is given."""
@@ -179,104 +250,74 @@ class ServerArgs:
             )
 
 
-class _Rule(NamedTuple):
-    """What one field accepts: a test, and the same in words."""
+def _chunk_size(field: str) -> rules.Rule:
+    rule = rules.whole(field, CHUNKING_OFF, MAX_INT32)
+    allowed = f"a whole number, 1 to {MAX_INT32}, or {CHUNKING_OFF} to compute whole prompts at once"
+    return rules.Rule(field, lambda value: rule.accepts(value) and value != 0, allowed)
 
-    field: str
+
+_RULES: tuple[rules.Rule, ...] = (
+    rules.text("model_path"),
+    rules.text_or_none("cache_type"),
+    rules.one_of("disaggregation_mode", DisaggregationMode),
+    rules.whole("page_size", 1, MAX_PAGE_SIZE),
+    rules.whole("tp_size", 1, MAX_INT32),
+    rules.only_one("dp_size"),
+    rules.whole("nnodes", 1, MAX_NODES),
+    rules.whole("node_rank", 0, MAX_NODES - 1),
+    rules.address_or_none("dist_init_addr"),
+    rules.whole("dist_timeout", 1, MAX_DIST_TIMEOUT),
+    rules.whole("max_running_requests", 1, MAX_RUNNING_REQUESTS),
+    rules.whole_or_none("max_total_tokens", 1, MAX_INT32),
+    rules.whole_or_none("context_length", 2, MAX_INT32),
+    _chunk_size("chunked_prefill_size"),
+    rules.one_of("dtype", DType),
+    rules.one_of("kv_cache_dtype", DType),
+    rules.one_of("schedule_policy", SchedulePolicy),
+    rules.whole("random_seed", 0, 2**32 - 1),
+    rules.one_of("device", Device),
+    rules.fraction_or_none("mem_fraction_static"),
+    rules.one_of("warmup", Warmup),
+    rules.switch("check_invariants"),
+    rules.one_of("log_level", LogLevel),
+    rules.one_of("log_format", LogFormat),
+    rules.switch("disable_overlap"),
+    rules.share("swa_full_tokens_ratio"),
+    rules.whole("recurrent_track_interval", 1, MAX_INT32),
+    rules.whole_or_none("max_recurrent_snapshots", 1, MAX_INT32),
+    rules.one_of("eviction_policy", EvictionPolicy),
+    rules.switch("enable_hierarchical_cache"),
+    rules.number("hicache_ratio", MAX_RATIO),
+    rules.number_or_none("hicache_size", MAX_GB),
+    rules.one_of("hicache_write_policy", WritePolicy),
+    rules.whole("hicache_write_min_hits", 1, MAX_INT32),
+    rules.one_of("hicache_host_mode", HostMode),
+    rules.number_or_none("hicache_staging_size", MAX_GB),
+    rules.number("hicache_copy_deadline", MAX_SECONDS),
+    rules.text_or_none("hicache_storage_backend"),
+    rules.text("hicache_storage_path"),
+    rules.number_or_none("hicache_storage_size", MAX_GB),
+    rules.json_texts("hicache_storage_options"),
+    rules.one_of("hicache_storage_prefetch_policy", PrefetchPolicy),
+    rules.number("hicache_storage_prefetch_timeout", MAX_SECONDS),
+    rules.number("hicache_storage_deadline", MAX_SECONDS),
+)
+
+
+class _Need(NamedTuple):
+    """A setting, or all that begin so, and what another one must be once it is not left at its default."""
+
+    needy: str
+    other: str
     accepts: Callable[[object], bool]
     allowed: str
 
 
-def _text(field: str) -> _Rule:
-    return _Rule(field, lambda value: isinstance(value, str), "text")
-
-
-def _text_or_none(field: str) -> _Rule:
-    return _Rule(field, lambda value: value is None or isinstance(value, str), "text")
-
-
-def _switch(field: str) -> _Rule:
-    return _Rule(field, lambda value: isinstance(value, bool), "True or False")
-
-
-def _one_of(field: str, literal: object) -> _Rule:
-    choices = get_args(literal)
-    return _Rule(field, lambda value: value in choices, f"one of {', '.join(choices)}")
-
-
-def _whole(field: str, low: int, high: int) -> _Rule:
-    # `type is int`: True counts as 1 for isinstance, and is a mistake here.
-    return _Rule(field, lambda value: type(value) is int and low <= value <= high, f"a whole number, {low} to {high}")
-
-
-def _share(field: str) -> _Rule:
-    def accepts(value: object) -> bool:
-        return type(value) is float and 0 < value <= 1
-
-    return _Rule(field, accepts, "a number above 0, at most 1")
-
-
-def _whole_or_none(field: str, low: int, high: int) -> _Rule:
-    rule = _whole(field, low, high)
-    return rule._replace(accepts=lambda value: value is None or rule.accepts(value))
-
-
-def _fraction_or_none(field: str) -> _Rule:
-    # A whole number is no fraction, True least of all.
-    return _Rule(field, lambda value: value is None or (type(value) is float and 0 < value < 1), "between 0 and 1")
-
-
-def _address_or_none(field: str) -> _Rule:
-    allowed = f"HOST:PORT, with a port from 1 to {MAX_PORT - 1}"
-    return _Rule(field, lambda value: value is None or _is_address(value), allowed)
-
-
-def _is_address(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    host, _, port = value.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 1 <= int(port) < MAX_PORT
-
-
-def _chunk_size(field: str) -> _Rule:
-    rule = _whole(field, CHUNKING_OFF, MAX_INT32)
-    allowed = f"a whole number, 1 to {MAX_INT32}, or {CHUNKING_OFF} to compute whole prompts at once"
-    return _Rule(field, lambda value: rule.accepts(value) and value != 0, allowed)
-
-
-def _only_one(field: str) -> _Rule:
-    rule = _whole(field, 1, 1)
-    return rule._replace(allowed="1; more than one is not yet supported")
-
-
-_RULES: tuple[_Rule, ...] = (
-    _text("model_path"),
-    _text_or_none("cache_type"),
-    _one_of("disaggregation_mode", DisaggregationMode),
-    _whole("page_size", 1, MAX_PAGE_SIZE),
-    _whole("tp_size", 1, MAX_INT32),
-    _only_one("dp_size"),
-    _whole("nnodes", 1, MAX_NODES),
-    _whole("node_rank", 0, MAX_NODES - 1),
-    _address_or_none("dist_init_addr"),
-    _whole("dist_timeout", 1, MAX_DIST_TIMEOUT),
-    _whole("max_running_requests", 1, MAX_RUNNING_REQUESTS),
-    _whole_or_none("max_total_tokens", 1, MAX_INT32),
-    _whole_or_none("context_length", 2, MAX_INT32),
-    _chunk_size("chunked_prefill_size"),
-    _one_of("dtype", DType),
-    _one_of("kv_cache_dtype", DType),
-    _one_of("schedule_policy", SchedulePolicy),
-    _whole("random_seed", 0, 2**32 - 1),
-    _one_of("device", Device),
-    _fraction_or_none("mem_fraction_static"),
-    _one_of("warmup", Warmup),
-    _switch("check_invariants"),
-    _one_of("log_level", LogLevel),
-    _one_of("log_format", LogFormat),
-    _switch("disable_overlap"),
-    _share("swa_full_tokens_ratio"),
-    _whole("recurrent_track_interval", 1, MAX_INT32),
-    _whole_or_none("max_recurrent_snapshots", 1, MAX_INT32),
-    _one_of("eviction_policy", EvictionPolicy),
+_NEEDS: tuple[_Need, ...] = (
+    _Need("enable_hierarchical_cache", "nnodes", (1).__eq__, "the tiers of one engine lie on one node for now"),
+    _Need("hicache_", "enable_hierarchical_cache", bool, "there are no tiers without --enable-hierarchical-cache"),
+    _Need("hicache_write_min_hits", "hicache_write_policy", "write_through_selective".__eq__, "no other policy counts"),
+    _Need("hicache_host_mode", "hicache_storage_backend", bool, "a host pool that keeps nothing needs a storage"),
+    _Need("hicache_storage_", "hicache_storage_backend", bool, "name the backend that it is for"),
+    _Need("hicache_storage_prefetch_timeout", "hicache_storage_prefetch_policy", "timeout".__eq__, "no other waits so"),
 )

@@ -19,3 +19,4 @@ class TierSettings:
     host_mode: HostMode = "cache"
     prefetch_policy: PrefetchPolicy = "timeout"
     prefetch_timeout_s: float = 2.0
+    storage_deadline_s: float = 10.0  # after which a lookup or a fetch is given up

@@ -5,6 +5,7 @@ Two requests may share pages only if their namespaces are equal field by field a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -69,6 +70,16 @@ class StorageIdentity:
         Injective in both: each has a digest of fixed length. Seeded with it, `page_hashes` gives the keys of storage.
         """
         return blake3.blake3(b"tpukv.stored_pages.v1" + self.digest() + namespace.seed()).digest()
+
+    def part_keys(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Storage keys of what a pool of this identity keeps beside full pages: of those with these `page_hashes`.
+
+        Full pages have their hashes for keys, so that trees, events and storage name them alike. What lies beside one
+        (its window page, the snapshot after it) has a keyed hash of that: equal only for equal hashes and identities,
+        and never the hash of a page.
+        """
+        digest = self.digest()
+        return [blake3.blake3(each, key=digest).digest() for each in hashes]
 
 
 class RadixKey:

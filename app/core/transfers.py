@@ -129,6 +129,19 @@ class TransferPlan:
     fetches: tuple[Fetch, ...] = ()
     wait_s: float = 0.0
 
+    def numbers(self) -> list[int]:
+        """Of its transfers."""
+        return [
+            each.number
+            for intents in (self.backups, self.restores, self.stores, self.lookups, self.fetches)
+            for each in intents
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing moves, is let go of, or is waited for."""
+        return not (self.free_host.counts() or self.cancels or self.numbers() or self.wait_s)
+
 
 NO_TRANSFERS = TransferPlan()
 
@@ -148,13 +161,13 @@ class PreparedTransfers:
 
 NOTHING_PREPARED = PreparedTransfers()
 
-_Each = TypeVar("_Each")
+_Each_co = TypeVar("_Each_co", covariant=True)
 
 
-class OfEachPool(NamedTuple, Generic[_Each]):
-    pages: _Each
-    window_pages: _Each
-    states: _Each
+class OfEachPool(NamedTuple, Generic[_Each_co]):
+    pages: _Each_co
+    window_pages: _Each_co
+    states: _Each_co
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,6 +237,11 @@ class PagedTokenToKVPoolAllocator:
         if loose.size:
             raise StaleHandleError(what="prefix page", held=loose[:8].tolist(), current="free")
 
+    def check_held_or(self, pages: np.ndarray, freed: np.ndarray) -> None:
+        """The same, where pages that a plan frees, (f,) int32, count as held: whoever reads them comes before."""
+        _require_int32(pages)
+        self.check_held(pages if freed.size == 0 else np.setdiff1d(pages, freed))
+
     def give_back(self, pages: np.ndarray) -> None:
         """Held pages, (n,) int32, of a discarded reservation become free at once. Refuses as `port.free` does."""
         _require_int32(pages)

@@ -167,6 +167,13 @@ class ReqToTokenPool:
             if pages.size and (pages.min() < 1 or np.unique(pages).size != pages.size):
                 raise IntegrityError(owner="ReqToTokenPool", broken=f"row {slot} reads a page twice or the padding")
 
+    def check_reads(self, readable: np.ndarray) -> None:
+        """Raise IntegrityError if a row reads a page that is not among these, (n,) int32."""
+        for slot in self.slots_in_use().tolist():
+            stray = np.setdiff1d(self.row_pages(slot), readable)
+            if stray.size:
+                raise IntegrityError(owner="ReqToTokenPool", broken=f"row {slot} reads free pages {stray[:8].tolist()}")
+
 
 def merged_cells(writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
     """Rows, columns and pages, (n,) int32 each, in order of writing -> one (3, bucket) int32 blob.

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.core.batch import BatchPlan
 from app.core.handles import CacheIdentity
-from app.errors import OwnershipError
+from app.errors import OutOfPagesError, OwnershipError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 
 
@@ -20,6 +20,11 @@ class StateSlots:
     def __init__(self, *, allocator: PagedTokenToKVPoolAllocator) -> None:
         """allocator: its pages are the snapshots, 1..num_snapshots."""
         self._allocator = allocator
+
+    @property
+    def allocator(self) -> PagedTokenToKVPoolAllocator:
+        """Of its snapshots, for whoever reserves some that are no row's."""
+        return self._allocator
 
     @property
     def num_free(self) -> int:
@@ -38,9 +43,21 @@ class StateSlots:
             reason = f"{plan.snapshots.size} stated for {plan.num_rows} rows"
             raise OwnershipError(what="snapshots of rows", reason=reason)
 
+    def check_capacity(self, plan: BatchPlan, num_states: int) -> None:
+        """OutOfPagesError unless so many snapshots are there, beside those of rows, once the plan's frees are applied.
+
+        Rows take what is left.
+        """
+        free = self._allocator.num_free + plan.free_states.size
+        if num_states > free:
+            raise OutOfPagesError(need=num_states, free=free)
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Apply the plan's frees."""
+        self._allocator.apply_frees(plan.free_states)
+
     def reserve(self, plan: BatchPlan) -> np.ndarray:
         """(rows,) int32: the snapshot that each row's state goes to, 0 for none. Who comes too late gets none."""
-        self._allocator.apply_frees(plan.free_states)
         slots = np.zeros(plan.num_rows, np.int32)
         wanted = np.flatnonzero(plan.snapshots)[: self._allocator.num_free]
         slots[wanted] = self._allocator.allocate(wanted.size)

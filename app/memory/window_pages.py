@@ -41,6 +41,11 @@ class WindowPagePool:
         return self._allocator.page_size
 
     @property
+    def allocator(self) -> PagedTokenToKVPoolAllocator:
+        """Of its pages, for whoever reserves some that are no row's."""
+        return self._allocator
+
+    @property
     def num_free(self) -> int:
         return self._allocator.num_free
 

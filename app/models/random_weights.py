@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 from app.config.model_config import ModelConfig
+from app.hicache.identities import random_weights_digest
 from app.models.families.table import decoder_of
 from app.models.weight_plan import EXPERT
 
@@ -24,6 +25,11 @@ class RandomWeights:
         for plan, layer in decoder_of(config).plans():
             for expert in range(plan.shape[0] if EXPERT in plan.name else 1):
                 self._shapes[plan.name.format(layer=layer, expert=expert)] = plan.tensor_shape
+
+    @property
+    def digest(self) -> str:
+        """Equal only for equal weights of one configuration."""
+        return random_weights_digest(self._seed)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from app.config.model_config import ModelConfig
 from app.core.ports import ModelRunner, PoolSpec
+from app.core.transfers import OfEachPool
 from app.models.checkpoint import Progress
 from app.models.flat_programs import FlatPrograms
 from app.models.flat_runner import FlatModelRunner
@@ -18,6 +19,9 @@ from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.hybrid_pool import HybridKVPool
 from app.tpu.kv_pool import MHATokenToKVPool
 from app.tpu.mesh import TENSOR_AXIS
+from app.tpu.page_carrier import PageCarrier
+from app.tpu.page_carriers import hybrid_page_carriers
+from app.tpu.page_carriers import page_carriers as full_page_carriers
 from app.tpu.pool_layout import ArrayPerLayer, FlatByHead, FlatWide, PoolLayout
 
 _LAYOUTS: dict[AttentionKind, PoolLayout] = {
@@ -34,6 +38,15 @@ def device_pool(
     if model.is_hybrid:
         return HybridKVPool(spec, hybrid_spec, mesh)
     return MHATokenToKVPool(spec, mesh, pool_layout(attention))
+
+
+def page_carriers(
+    spec: PoolSpec, hybrid_spec: HybridSpec, mesh: Mesh, attention: AttentionChoice, model: ModelConfig
+) -> OfEachPool[PageCarrier | None]:
+    """How pages leave what `device_pool` makes of the same, and come back."""
+    if model.is_hybrid:
+        return hybrid_page_carriers(hybrid_spec, mesh, spec.num_pages)
+    return full_page_carriers(spec, mesh, pool_layout(attention))
 
 
 def pool_layout(attention: AttentionChoice) -> PoolLayout:

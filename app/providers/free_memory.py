@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
+from app.providers.host_sizing import HostSize
 from app.providers.sizing import host_memory_bytes
+from app.providers.tier_demand import NO_DEMAND, TierDemand
 from app.tpu.mesh import num_nodes_of
 
 _MEMINFO = Path("/proc/meminfo")
@@ -29,21 +31,25 @@ class RoomCheck:
     step_bytes: int
     mem_fraction: float  # in effect
     free_bytes: Callable[[], int]
+    demand: TierDemand = NO_DEMAND
+    host_size: HostSize | None = None
 
     def __call__(self) -> None:
-        """Raises ConfigError, with the numbers, unless what is free holds the pool and a step."""
+        """Raises ConfigError, with the numbers, unless what is free holds the pool, a step and the tiers."""
         free = self.free_bytes()
-        if self.pool_bytes + self.step_bytes <= free:
+        tier_bytes = 0 if self.host_size is None else self.host_size.bytes_beside_pool
+        if self.pool_bytes + self.step_bytes + tier_bytes <= free:
             return
-        tokens = max((free - self.step_bytes) // self.bytes_a_page - 1, 0) * self.args.page_size
+        tokens = self.demand.fitting_pages(free - self.step_bytes, self.bytes_a_page) * self.args.page_size
+        tiers = f", the tiers below it {tier_bytes / _GB:.2f} GB" if tier_bytes else ""
         asked = self.args.max_total_tokens
         field, value = ("--mem-fraction-static", self.mem_fraction) if asked is None else ("--max-total-tokens", asked)
         raise ConfigError(
             field=field,
             value=value,
             allowed=f"less: with the weights loaded {free / _GB:.2f} GB are free, the KV pool takes "
-            f"{self.pool_bytes / _GB:.2f} GB and a step {self.step_bytes / _GB:.2f} GB; state --max-total-tokens, "
-            f"at most {tokens}, or a lower --mem-fraction-static",
+            f"{self.pool_bytes / _GB:.2f} GB{tiers} and a step {self.step_bytes / _GB:.2f} GB; state "
+            f"--max-total-tokens, at most {tokens}, or a lower --mem-fraction-static",
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.config.checks import advice
+from app.config.checks import advice, tier_advice
 from app.containers import Container
 from app.providers.device import pool_layout
 from app.providers.sizing import pages_of_context, snapshot_interval, weight_bytes
+from app.providers.tier_report import tier_facts
 from app.providers.warmup import level_of_server, reachable_shapes, warmup_facts
 
 
@@ -15,11 +16,10 @@ def engine_facts(container: Container) -> dict[str, Any]:
     """Plain values for JSON. Builds the device pool if that has not been done."""
     args = container.server_args()
     cache = container.cache_type()
-    served, made_for = container.model_config(), container.base_model_config()
+    served = container.model_config()
     spec, attention = container.device_pool().spec, container.attention()
     devices = list(container.mesh().devices.flat)
     dtype = container.dtype()
-    pool_tokens = spec.num_pages * spec.page_size
     return {
         "cache_type": cache.name,
         "cache_type_reason": cache.reason,
@@ -38,13 +38,24 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "kv_cache_dtype": spec.dtype,
         "page_size": spec.page_size,
         "pool_pages": spec.num_pages,
-        "pool_tokens": pool_tokens,
+        "pool_tokens": spec.num_pages * spec.page_size,
         "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,  # with the padding page
         **_window_facts(container),
         **_state_facts(container),
+        **tier_facts(args, container.host_size(), container.storage().storage),
         **_compiled(container),
-        "warnings": advice(args, made_for, cache.name, pool_tokens),
+        "warnings": notes(container),
     }
+
+
+def notes(container: Container) -> list[str]:
+    """What works but may surprise in the settings, one sentence each."""
+    args, size = container.server_args(), container.host_size()
+    pool_tokens = container.pool_size() * args.page_size
+    noted = advice(args, container.base_model_config(), container.cache_type().name, pool_tokens)
+    if size is not None:
+        noted += tier_advice(args, pool_tokens, size.counts.pages * args.page_size)
+    return noted
 
 
 def _window_facts(container: Container) -> dict[str, Any]:

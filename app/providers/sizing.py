@@ -14,6 +14,7 @@ from app.core.ports import PoolSpec
 from app.errors import ConfigError
 from app.models.families.table import num_parameters
 from app.models.layers.attention_choice import AttentionChoice, AttentionKind, choose_attention
+from app.providers.tier_demand import NO_DEMAND, TierDemand, refused_beside_pool
 from app.scheduling.limits import SchedulerLimits
 
 LATENT_TILE = 128
@@ -126,16 +127,19 @@ def pool_pages(
     dtype: str,
     room: PoolRoom,
     step_bytes: int,
+    demand: TierDemand = NO_DEMAND,
 ) -> int:
-    """Pages of the pool: as asked, else what memory allows beside weights and a step. ConfigError if that serves no
-    request.
+    """Pages of the pool: as asked, else what memory allows beside weights, a step and the tiers. ConfigError if that
+    serves no request.
 
     bytes_a_page, memory_bytes, step_bytes: over all ranks; a page with all that it needs beside it.
     """
     usable = int(memory_bytes * mem_fraction(args, room)) - weight_bytes(model, dtype) - step_bytes
-    fitting = max(usable // bytes_a_page - 1, 0)  # beside the padding page
+    fitting = NO_DEMAND.fitting_pages(usable, bytes_a_page)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // args.page_size
+        if pages <= fitting and pages > demand.fitting_pages(usable, bytes_a_page):
+            raise refused_beside_pool(args, usable, (pages + 1) * bytes_a_page, demand)
         if pages > fitting:
             raise ConfigError(
                 field="--max-total-tokens",
@@ -144,10 +148,13 @@ def pool_pages(
                 "a step leave",
             )
         return pages
-    pages = fitting
+    pages = demand.fitting_pages(usable, bytes_a_page)
     if room.full_contexts is not None and args.mem_fraction_static is None:
         pages = min(pages, room.full_contexts * model.context_length // args.page_size)
     if pages * args.page_size < model.context_length:
+        least = pages_of_context(model, args.page_size)
+        if least <= fitting:
+            raise refused_beside_pool(args, usable, (least + 1) * bytes_a_page, demand)
         raise ConfigError(
             field="--context-length",
             value=model.context_length,

@@ -15,7 +15,9 @@ from app.errors import ConfigError
 from app.models.layers.attention_choice import AttentionChoice
 from app.models.layers.flat_attentions import flat_attention
 from app.providers import hybrid, sizing
+from app.providers.host_sizing import HostSize, Specs, host_size, tier_demand
 from app.providers.step_memory import penalty_table_bytes, step_bytes
+from app.providers.tier_report import size_facts
 from app.runtime.buckets import MIN_CHUNK, MIN_ROWS, bucket
 from app.runtime.programs import StepSizes, hybrid_step_programs, planned_name, step_programs
 from app.tpu.compiled import CompiledFacts, compile_facts
@@ -38,10 +40,17 @@ class TargetPlan:
     dtype: str
     attention: AttentionChoice
     spec: PoolSpec  # of full pages
+    host: HostSize | None
     pool_bytes: int  # of all pools, over all ranks
     step_bytes: int  # kept for a step, of one device
     penalty_bytes: int  # of that, what stays for requests with penalties
     programs: tuple[Program, ...]
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of one device, beside the arguments of a step: penalty tables, and copies to and from the host."""
+        staging = 0 if self.host is None else self.host.limits.staging_bytes
+        return self.penalty_bytes + staging // self.mesh.shape[TENSOR_AXIS]
 
 
 def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> TargetPlan:
@@ -56,7 +65,8 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
     step = step_bytes(args, model, limits, dtype)
     window, state = hybrid.window_page(args, model, page), hybrid.one_snapshot(args, model)
     bytes_a_page = hybrid.bytes_a_page(args, model, page, window, state)
-    num_pages = sizing.pool_pages(args, model, bytes_a_page, memory, dtype, room, step)
+    demand = tier_demand(args, model, "tpu", Specs(page, window, state), limits.chunk_tokens)
+    num_pages = sizing.pool_pages(args, model, bytes_a_page, memory, dtype, room, step, demand)
     spec = sizing.with_pages(page, num_pages)
     window = hybrid.window_spec(args, model, window, num_pages, limits.chunk_tokens)
     state = hybrid.state_spec(args, model, state, num_pages)
@@ -74,6 +84,7 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
         dtype=dtype,
         attention=attention,
         spec=spec,
+        host=host_size(args, model, "tpu", Specs(spec, window, state), demand),
         pool_bytes=hybrid.pool_bytes(spec, window, state),
         step_bytes=step // args.tp_size,
         penalty_bytes=penalty_table_bytes(args, model),
@@ -99,6 +110,7 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
         "step_bytes": plan.step_bytes,
         "penalty_tables_bytes": plan.penalty_bytes,
         "full_contexts": spec.num_pages * spec.page_size // model.context_length,
+        **({} if plan.host is None else size_facts(plan.host, spec.page_size)),
     }
     for program in plan.programs:
         if program.name in STEP:
@@ -109,18 +121,18 @@ def target_facts(args: ServerArgs, made_for: ModelConfig, target_name: str) -> d
 
 
 def _step_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
-    """Of one device, with the penalty tables that it may hold beside the program's arguments."""
+    """Of one device, with what it may hold beside the program's arguments."""
     compiled = _compiled(program, plan)
-    if broken := broken_fit(compiled, plan.target.memory_bytes, plan.penalty_bytes):
+    if broken := broken_fit(compiled, plan.target.memory_bytes, plan.beside_bytes):
         raise ConfigError(field="--target", value=plan.target.name, allowed=f"what this fits: {broken[0]}")
-    return _facts(compiled, compiled.total_bytes + plan.penalty_bytes)
+    return _facts(compiled, compiled.total_bytes + plan.beside_bytes)
 
 
 def _layer_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
     """Of one device, with all that it holds meanwhile: weights and pools of other layers too."""
     compiled = _compiled(program, plan)
     ranks = plan.mesh.shape[TENSOR_AXIS]
-    held = (sizing.weight_bytes(plan.model, plan.dtype) + plan.pool_bytes) // ranks + plan.penalty_bytes
+    held = (sizing.weight_bytes(plan.model, plan.dtype) + plan.pool_bytes) // ranks + plan.beside_bytes
     needed = held + compiled.temp_bytes
     if needed > plan.target.memory_bytes:
         allowed = f"what this fits: {program.name}: needs {needed:,} bytes of a device of {plan.target.memory_bytes:,}"
@@ -156,5 +168,4 @@ def _largest_step(args: ServerArgs, model: ModelConfig) -> StepSizes:
         batch=bucket(args.max_running_requests, MIN_ROWS),
         context_pages=max_pages,
         chunk_tokens=bucket(chunk, MIN_CHUNK),
-        copied_pages=min(64, max_pages),
     )

@@ -21,6 +21,8 @@ from app.config.server_args import ServerArgs
 from app.containers import Container, build_container
 from app.core.ports import ModelRunner, PoolSpec
 from app.errors import ConfigError
+from app.hicache.identities import FAKE_WEIGHTS
+from app.providers.tiers import identities
 from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
 from app.tpu.hybrid_fake import FakeHybridPool, HybridFakeRunner
@@ -58,7 +60,16 @@ def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:
         "model_runner": lambda _: providers.ThreadSafeSingleton(_fake_runner, config),
         "tokenizer": lambda _: providers.ThreadSafeSingleton(ByteTokenizer, config.vocab_size),
         "detokenizer": lambda _: providers.ThreadSafeSingleton(ByteDetokenizer),
+        "storage_ids": _identities_of_fakes,
     }
+
+
+def _identities_of_fakes(container: Container) -> providers.Provider[object]:
+    """Without a checkpoint, which there is none of."""
+    model, specs, carriers = container.base_model_config, container.specs, container.page_carriers
+    return providers.ThreadSafeSingleton(
+        identities, FAKE_WEIGHTS, model, container.dtype, specs, container.tp_size, carriers
+    )
 
 
 @contextmanager

@@ -13,9 +13,7 @@ know, and nodes that disagree about that wait for each other for ever. NodesFail
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -26,9 +24,9 @@ from app.config.server_args import WarmupLevel
 from app.core.batch import Admission, BatchPlan, PageRewrite, PreparedBatch
 from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.core.ports import ModelRunner
+from app.core.transfers import TransferEnd
 from app.errors import (
     BatchOrderError,
-    IntegrityError,
     NodesFailedError,
     OutOfPagesError,
     OutOfRequestSlotsError,
@@ -37,6 +35,7 @@ from app.errors import (
     StaleHandleError,
     StepFailedError,
 )
+from app.hicache.host_tier import HostTier
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.req_to_token_pool import NO_PAGES, ReqToTokenPool, TableDelta
 from app.memory.state_slots import StateSlots
@@ -46,28 +45,16 @@ from app.runtime.dispatch import StepDispatcher, StepRows
 from app.runtime.plan_check import check_plan
 from app.runtime.plan_rows import page_needs, row_lengths, row_slots
 from app.runtime.pools import OwnedPool
+from app.runtime.reservation import PreparedBatches, Reservation
 from app.runtime.row_sampling import RowSampling
 from app.runtime.running_states import RunningStates
 from app.runtime.step_handle import LocalStepHandle
+from app.runtime.tier_moves import tier_moves
 from app.runtime.warmup import WarmUp
 
 _log = structlog.get_logger(__name__)
 
 MAX_UNREAD_STEPS = 1  # earlier steps that need not be read when one is executed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reservation:
-    """What a prepared batch holds until it is executed or discarded."""
-
-    plan: BatchPlan
-    admitted: np.ndarray  # (admissions,) int32, their rows
-    row_slots: np.ndarray  # (rows,) int32, admissions resolved
-    page_counts: np.ndarray  # (rows,) int32, pages that each row gained
-    row_generations: np.ndarray  # (rows,) int32
-    rewrites: list[TableDelta]  # they hold even if it is discarded
-    appends: list[TableDelta]  # then what it reserved
-    snapshot_slots: np.ndarray  # (rows,) int32, 0 for none; empty without recurrent layers
 
 
 class LocalRuntime:
@@ -85,10 +72,12 @@ class LocalRuntime:
         window: WindowPagePool | None = None,
         states: StateSlots | None = None,
         running_states: RunningStates | None = None,
+        tiers: HostTier | None = None,
     ) -> None:
         """check_room: called when the weights are there and the pool is not; raises when it will not fit.
 
-        window: for a model with sliding windows; states, running_states: for one with recurrent layers.
+        window: for a model with sliding windows; states, running_states: for one with recurrent layers. tiers: what
+        moves pages to host memory and storage and back; without it plans that ask for that are refused.
         """
         self._window = window
         self._states = states
@@ -106,10 +95,11 @@ class LocalRuntime:
             window=window,
             states=running_states,
         )
+        self._moves = tier_moves(tiers, allocator, window, states)
         self._buckets = PowersOfTwo(page_size=allocator.page_size, max_pages=rows.max_pages)
         self._is_open = False
         self._was_open = False
-        self._prepared: OrderedDict[int, _Reservation] = OrderedDict()
+        self._prepared = PreparedBatches()
         self._unread: list[LocalStepHandle] = []  # dispatched, oldest first
         self._carried: list[TableDelta] = []  # of discarded batches: rewrites that still hold
         self._next_batch_id = 0
@@ -133,6 +123,7 @@ class LocalRuntime:
             self._sampling.open()
             if self._window is not None:
                 self._window.open()
+        self._moves.open()
         self._is_open = self._was_open = True
 
     def close(self) -> None:
@@ -143,6 +134,7 @@ class LocalRuntime:
             handle.wait()
         self._is_open = False
         self._prepared.clear()
+        self._moves.close()
         self._sampling.close()
         if self._window is not None:
             self._window.close()
@@ -159,6 +151,7 @@ class LocalRuntime:
             self._window.check_plan(plan)
         if self._states is not None:
             self._states.check_plan(plan)
+        self._moves.check_plan(plan)
         needs = page_needs(plan, self._rows, self._allocator.page_size)
         num_pages = int(needs.sum())
         self._check_capacity(plan, num_pages)
@@ -167,7 +160,7 @@ class LocalRuntime:
     def execute_batch(self, prepared: PreparedBatch) -> LocalStepHandle:
         self._require_open("execute_batch")
         self._check_turn(prepared)
-        reservation = self._prepared.pop(prepared.batch_id)
+        reservation = self._prepared.take_first(prepared.batch_id)
         handle = LocalStepHandle(
             batch_id=prepared.batch_id,
             num_rows=reservation.plan.num_rows,
@@ -175,10 +168,14 @@ class LocalRuntime:
             identity=lambda: self.identity,
             on_read=partial(self._note_read, reservation),
             on_failure=self._lose_pool,
+            collect_ends=partial(self._collect_ends, prepared.batch_id),
+            moves=self._moves,
+            wait_s=0.0 if reservation.plan.num_rows else reservation.plan.transfers.wait_s,
         )
         self._unread.append(handle)
         deltas, self._carried = [*self._carried, *reservation.rewrites, *reservation.appends], []
         try:
+            self._moves.launch(prepared.batch_id)
             # Not before: a batch prepared earlier may still sample for the request that had the row.
             for slot, admission in zip(reservation.admitted.tolist(), reservation.plan.admissions, strict=True):
                 self._sampling.admit(slot, admission)
@@ -197,11 +194,8 @@ class LocalRuntime:
         self._require_open("discard_batch")
         if prepared.identity != self.identity:
             return  # the pool it reserved from is gone, and the reservation with it
-        if prepared.batch_id not in self._prepared:
-            raise BatchOrderError(batch_id=prepared.batch_id, reason="it was executed or discarded before")
-        if prepared.batch_id != next(reversed(self._prepared)):
-            raise BatchOrderError(batch_id=prepared.batch_id, reason="a later batch was prepared on top of it")
-        reservation = self._prepared.pop(prepared.batch_id)
+        reservation = self._prepared.take_last(prepared.batch_id)
+        self._moves.undo(prepared)
         self._allocator.give_back(prepared.pages)
         if self._window is not None:
             self._window.undo(prepared.window_pages, prepared.admitted_slots)
@@ -209,7 +203,7 @@ class LocalRuntime:
             self._states.undo(prepared.snapshot_slots)
         self._rows.undo_append(reservation.row_slots, reservation.page_counts)
         self._rows.release(prepared.admitted_slots)
-        earlier = next(reversed(self._prepared.values()), None)
+        earlier = self._prepared.last
         (earlier.appends if earlier else self._carried).extend(reservation.rewrites)
 
     def warm_up(self, level: WarmupLevel, chunk_tokens: int) -> Iterator[tuple[str, float]]:
@@ -244,22 +238,22 @@ class LocalRuntime:
             self._window.check_integrity(in_use)
         if self._states is not None:
             self._states.check_integrity()
-        held = self._allocator.held_page_ids()
-        for slot in self._rows.slots_in_use().tolist():
-            stray = np.setdiff1d(self._rows.row_pages(slot), held)
-            # A page freed by control is read until the plan that says so: then its row has ended or been rewritten.
-            stray = np.setdiff1d(stray, self._allocator.recorded_page_ids())
-            if stray.size:
-                raise IntegrityError(owner="LocalRuntime", broken=f"row {slot} reads free pages {stray[:8].tolist()}")
+        # A page freed by control is read until the plan that says so: then its row has ended or been rewritten.
+        readable = np.concatenate([self._allocator.held_page_ids(), self._allocator.recorded_page_ids()])
+        self._rows.check_reads(readable)
+        self._moves.check_integrity()
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
-    def _check_capacity(self, plan: BatchPlan, pages_needed: int) -> None:
-        free_pages = self._allocator.num_free + plan.free_pages.size
-        if pages_needed > free_pages:
-            raise OutOfPagesError(need=pages_needed, free=free_pages)
+    def _check_capacity(self, plan: BatchPlan, row_pages: int) -> None:
+        restored = self._moves.restored_counts(plan)
+        need, free = row_pages + restored.pages, self._allocator.num_free + plan.free_pages.size
+        if need > free:
+            raise OutOfPagesError(need=need, free=free)
         if self._window is not None:
-            self._window.check_capacity(plan, pages_needed)
+            self._window.check_capacity(plan, row_pages + restored.window_pages)
+        if self._states is not None:
+            self._states.check_capacity(plan, restored.states)
         free_slots = self._rows.num_free + plan.release_slots.size
         if len(plan.admissions) > free_slots:
             raise OutOfRequestSlotsError(need=len(plan.admissions), free=free_slots)
@@ -270,6 +264,11 @@ class LocalRuntime:
         rows.release(plan.release_slots)
         if window is not None:
             window.begin(plan)
+        if self._states is not None:
+            self._states.begin(plan)
+        batch_id = self._next_batch_id
+        self._next_batch_id += 1
+        transfers = self._moves.reserve(batch_id, plan)
         rewrites = [self._rewrite(rewrite) for rewrite in plan.rewrites]
         admitted = rows.allocate(len(plan.admissions))
         appends = [self._admit(*new) for new in zip(admitted.tolist(), plan.admissions, strict=True)]
@@ -285,9 +284,7 @@ class LocalRuntime:
             appends.append(gained)
             np.cumsum(needs, out=offsets[1:])
         snapshot_slots = NO_PAGES if self._states is None else self._states.reserve(plan)
-        batch_id = self._next_batch_id
-        self._next_batch_id += 1
-        self._prepared[batch_id] = _Reservation(
+        reservation = Reservation(
             plan=plan,
             admitted=admitted,
             row_slots=slots,
@@ -297,6 +294,7 @@ class LocalRuntime:
             appends=appends,
             snapshot_slots=snapshot_slots,
         )
+        self._prepared.add(batch_id, reservation)
         return PreparedBatch(
             batch_id=batch_id,
             identity=self.identity,
@@ -310,6 +308,7 @@ class LocalRuntime:
             window_pages_left=0 if window is None else window.num_free,
             snapshot_slots=snapshot_slots,
             states_left=0 if self._states is None else self._states.num_free,
+            transfers=transfers,
         )
 
     def _rewrite(self, rewrite: PageRewrite) -> TableDelta:
@@ -328,14 +327,11 @@ class LocalRuntime:
             raise StaleHandleError(
                 what="batch prepared for pool", held=tuple(prepared.identity), current=tuple(self.identity)
             )
-        if prepared.batch_id not in self._prepared:
-            raise BatchOrderError(batch_id=prepared.batch_id, reason="it was executed or discarded before")
-        if prepared.batch_id != next(iter(self._prepared)):
-            raise BatchOrderError(batch_id=prepared.batch_id, reason="an earlier prepared batch comes first")
+        self._prepared.check_first(prepared.batch_id)
         if len(self._unread) > MAX_UNREAD_STEPS:
             raise BatchOrderError(batch_id=prepared.batch_id, reason="wait for an earlier step first")
 
-    def _note_read(self, reservation: _Reservation, handle: LocalStepHandle) -> None:
+    def _note_read(self, reservation: Reservation, handle: LocalStepHandle) -> None:
         """Control has read the step: what its rows computed is settled, as far as they are still the same requests."""
         self._unread.remove(handle)
         if self._window is None:
@@ -343,6 +339,14 @@ class LocalRuntime:
         slots = reservation.row_slots
         same = self._rows.is_current(slots, reservation.row_generations)
         self._window.settle(slots[same], row_lengths(reservation.plan)[same])
+
+    def _collect_ends(self, batch_id: int) -> tuple[TransferEnd, ...]:
+        """Control reads step `batch_id`. -> transfers that have ended by now."""
+        try:
+            return self._moves.collect()
+        except Exception as error:
+            self._lose_pool(batch_id, f"{type(error).__name__}: {error}")
+            return self._moves.collect()
 
     def _lose_pool(self, batch_id: int, reason: str) -> None:
         """The device failed in step `batch_id`. That step and later ones fail; a new generation has empty pools."""
@@ -357,6 +361,7 @@ class LocalRuntime:
                 handle.failed(reason)
         self._pool.reset()
         self._start_generation()
+        self._moves.device_lost()
 
     def _give_up(self, batch_id: int, failure: NodesFailedError) -> NoReturn:
         """Nothing more is run here. Steps before `batch_id` can be read; everything else raises `failure`."""

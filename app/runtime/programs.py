@@ -27,7 +27,7 @@ from app.runtime.dispatch import table_row_programs, window_row_programs
 from app.runtime.row_sampling import sampling_programs
 from app.tpu.hybrid_layout import HybridSpec
 from app.tpu.hybrid_pool import state_copy_programs
-from app.tpu.page_copies import PageCopies
+from app.tpu.page_carriers import hybrid_page_programs, page_programs
 from app.tpu.program import Program
 
 
@@ -75,6 +75,7 @@ PLANNED_IN_HYBRIDS: Mapping[str, Sends] = MappingProxyType(
         "last_logits": Sends(once={"all-gather": 1}, a_layer={}),
         "window_table_rows": _NOTHING,
         "state_copy": _NOTHING,
+        **{f"{way}_{kind}": _NOTHING for way in ("backup", "restore") for kind in ("full", "window", "states")},
         **{name: sends for name, sends in PLANNED_COLLECTIVES.items() if sends is _NOTHING},
     }
 )
@@ -89,7 +90,6 @@ class StepSizes:
     batch: int  # rows in this step
     context_pages: int  # of the longest of them
     chunk_tokens: int  # of prompts, all rows of the step together
-    copied_pages: int  # that one backup or restore moves
 
 
 def step_programs(
@@ -109,7 +109,7 @@ def step_programs(
         *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
         *sampling_programs(num_rows=rows, batch=batch, mesh=mesh),
         *sampler_programs(num_rows=rows, batch=batch, vocab_size=config.vocab_size, mesh=mesh),
-        *PageCopies(spec, mesh, attention.layout).programs(model.abstract_buffers(), sizes.copied_pages),
+        *page_programs(spec, mesh, attention.layout),
     ]
 
 
@@ -130,6 +130,7 @@ def hybrid_step_programs(
         *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
         *sampling_programs(num_rows=rows, batch=batch, mesh=mesh),
         *sampler_programs(num_rows=rows, batch=batch, vocab_size=config.vocab_size, mesh=mesh),
+        *hybrid_page_programs(spec, mesh),
     ]
     if window is not None:
         listed += window_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=window_width, mesh=mesh)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from app.errors import RequestError
 from app.scheduling.request import Request, RequestOutput
 from app.scheduling.scheduler import Scheduler
 
+DRAIN_S = 5.0
+
 
 def generate_all(scheduler: Scheduler, requests: Iterable[Request]) -> list[RequestOutput]:
     """Serve `requests` together; -> their replies in the same order. RequestError, before any runs, if one is refused.
+
+    What they left to be moved between tiers is moved then, for at most DRAIN_S.
 
     The scheduler is this call's alone: replies to requests that others added are lost. On any other way out (Ctrl-C)
     what has not ended is aborted, so that the scheduler is as it was.
@@ -31,4 +36,11 @@ def generate_all(scheduler: Scheduler, requests: Iterable[Request]) -> list[Requ
             scheduler.abort(request_id)
         while scheduler.has_work():
             scheduler.step()
+    _drain(scheduler)
     return [outputs[request.request_id] for request in requests]
+
+
+def _drain(scheduler: Scheduler) -> None:
+    deadline = time.monotonic() + DRAIN_S
+    while scheduler.has_background_work() and time.monotonic() < deadline:
+        scheduler.step()

@@ -55,6 +55,7 @@ class FinishRule:
             token_ids=sequence.output,
             prompt_tokens=sequence.prompt.size,
             cached_tokens=sequence.cached_tokens or 0,
+            restored_tokens=sequence.restored_tokens,
             finish_reason=reason,
             first_token_ns=sequence.first_token_ns,
             logprobs=sequence.logprobs if wants_logprobs else None,

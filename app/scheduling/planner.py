@@ -7,67 +7,17 @@ budgets in pages from what the last PreparedBatch left, plus recorded frees, plu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.core.batch import BatchPlan, BatchPlanBuilder, PageRewrite
-from app.core.handles import RequestRuntimeHandle
-from app.scheduler_adapter import Prefix, SchedulerAdapter
+from app.core.batch import BatchPlan, BatchPlanBuilder
+from app.core.transfers import PageCounts
+from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.draft import Chunk, Draft, Outbox
 from app.scheduling.request import Sequence, Status
+from app.scheduling.restoring import Promised, Restorer
 from app.scheduling.running_table import RunningTable
 from app.scheduling.waiting import InBatchDedup, WaitingQueue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """`length` tokens of a sequence from `start` on; `samples` when they reach the last known one."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
-    snapshot: bool = False  # of the recurrent state at its end
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """One step being planned. `pages` is what prepare will have to reserve for it."""
-
-    decode_slots: np.ndarray
-    decode_snapshots: np.ndarray  # (d,) bool, rows whose recurrent state is to be kept after the step
-    pages: int
-    budget: int  # prompt tokens that may still join
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[tuple[Sequence, Prefix]] = field(default_factory=list)
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.decode_slots.size or self.chunks)
-
-    def snapshots(self) -> np.ndarray:
-        """(rows,) bool: decode rows, then chunks."""
-        return np.concatenate([self.decode_snapshots, [chunk.snapshot for chunk in self.chunks]]).astype(np.bool_)
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Decided, and to be told to the runtime with the next plan."""
-
-    releases: list[RequestRuntimeHandle] = field(default_factory=list)
-    rewrites: list[PageRewrite] = field(default_factory=list)
-    published: dict[tuple[int, int], int] = field(default_factory=dict)  # (slot, generation) -> pages now the cache's
-
-    def clear(self) -> None:
-        self.releases.clear()
-        self.rewrites.clear()
-        self.published.clear()
-
-    def release(self, handle: RequestRuntimeHandle) -> None:
-        """The row goes back, and nothing more is told about it."""
-        self.releases.append(handle)
-        self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.slot != handle.slot_id]
-        self.published.pop((handle.slot_id, handle.generation), None)
 
 
 class Planner:
@@ -93,6 +43,7 @@ class Planner:
         self._waiting = waiting
         self._outbox = outbox
         self._chunk_tokens = chunk_tokens
+        self._restorer = Restorer(adapter)
         self._dedup = InBatchDedup(adapter, chunk_tokens, snapshot_interval or adapter.page_size)
         self._retract = retract
         self._end_for_capacity = end_for_capacity
@@ -109,17 +60,21 @@ class Planner:
         unfinished = self._table.prefilling()
         self._continue_prefills(draft, unfinished)
         if not draft.has_rows and unfinished:
-            if may_wait:
+            if may_wait or self._adapter.is_restoring:
                 return draft
             self._unblock_prefills(draft, unfinished)
         self._admit(draft, slots_left)
-        self._adapter.make_room_for_snapshots(int(draft.snapshots().sum()) if self._snapshot_interval else 0)
+        if draft.restoring.states:
+            draft.max_snapshots = max(0, self._adapter.reachable_snapshots() - draft.restoring.states)
+        if self._snapshot_interval:
+            self._adapter.make_room_for_snapshots(int(draft.snapshots().sum()) + draft.restoring.states)
         return draft
 
     def undo(self, draft: Draft) -> None:
-        """Prepare refused the plan: the admissions did not happen."""
+        """The plan is not prepared: the admissions and the restores did not happen."""
         for sequence, _ in draft.admitted:
             self._adapter.release(sequence.request_id)
+        self._restorer.undo(draft)
 
     def retract_last(self) -> bool:
         """Make the running sequence of last rank give way, unless it is the only one. -> whether one did."""
@@ -129,7 +84,8 @@ class Planner:
         self._retract(running[-1])
         return True
 
-    def build(self, draft: Draft) -> BatchPlan:
+    def build(self, draft: Draft, wait_s: float) -> BatchPlan:
+        """wait_s: how long a plan without rows may wait for what is on its way between tiers."""
         table = self._table
         builder = BatchPlanBuilder(self._adapter.identity)
         builder.free(*self._adapter.recorded_frees())
@@ -154,10 +110,14 @@ class Planner:
             builder.extend(slot, sequence.generation, chunk.start, tokens, samples=chunk.samples)
         if self._snapshot_interval:
             builder.snapshot(draft.snapshots())
+        builder.transfer(self._adapter.tiers.plan(wait_s))
         return builder.build()
 
     def _draft_decodes(self, may_wait: bool) -> Draft | None:
-        """All rows that can decode; when the pool is too full for that, the last in rank give way. None to wait."""
+        """All rows that can decode; when the pool is too full for that, the last in rank give way. None to wait.
+
+        Nobody gives way to a restore: its pages can be evicted once it has landed, and who needs one waits for that.
+        """
         while True:
             slots = self._table.ready_slots()
             pages = self._table.decode_pages_needed(slots)
@@ -165,6 +125,8 @@ class Planner:
                 return self._draft_of(slots, pages)
             if may_wait:
                 return None
+            if self._adapter.is_restoring:
+                return self._draft_of(self._table.slots_with_room(slots), 0)
             if not self.retract_last():
                 self._end_for_capacity(self._table.running()[0])
 
@@ -178,7 +140,7 @@ class Planner:
         for sequence in unfinished:
             if draft.budget == 0:
                 return
-            self._add_chunk(draft, sequence, self._table.num_pages[sequence.slot])
+            self._add_chunk(draft, sequence, int(self._table.num_pages[sequence.slot]))
 
     def _unblock_prefills(self, draft: Draft, unfinished: list[Sequence]) -> None:
         """Nothing could run because half-done prompts hold all the pages: the last in rank give way to the first.
@@ -191,56 +153,74 @@ class Planner:
             if not self.retract_last():
                 self._end_for_capacity(unfinished[0])
                 return
-            self._add_chunk(draft, unfinished[0], self._table.num_pages[unfinished[0].slot])
+            self._add_chunk(draft, unfinished[0], int(self._table.num_pages[unfinished[0].slot]))
 
     def _admit(self, draft: Draft, slots_left: int) -> None:
         """Give rows to waiting sequences while rows, prompt budget and pages last; the first that does not fit ends it.
 
         A newcomer must fit with all of its known tokens and one more, beside what running prompts still need and one
         page of growth for each running row: admitting what would soon be retracted costs more than waiting.
+
+        One whose prefix is better brought back first fits by the same measure, and keeps its place, its row and its
+        room until that has landed; those behind it get what is left.
         """
         if not len(self._waiting) or not slots_left or not draft.budget:
             return
         running = self._table.running()
-        promised = sum(self._unreserved(seq, draft) for seq in running) + len(running)
-        window_promised = sum(self._unreserved_window(seq) for seq in running)
+        promised = Promised(
+            pages=sum(self._unreserved(seq, draft) for seq in running) + len(running),
+            window_pages=sum(self._unreserved_window(seq) for seq in running),
+        )
         computing = [seq for seq in running if seq.unpublished]
+        alone = not running and not self._adapter.is_restoring
         for sequence in self._waiting.in_order():
-            if draft.budget == 0 or len(draft.admitted) == slots_left:
+            if draft.budget == 0 or len(draft.admitted) + promised.rows >= slots_left:
                 return
+            if self._restorer.holds_back(sequence):
+                promised.add(sequence.promised)
+                continue
             if self._dedup.should_wait(sequence, computing):
                 continue
             prefix = self._adapter.admit(sequence.request_id, sequence.key)
             cached = prefix.num_tokens // self._adapter.page_size
             need = self._pages(sequence.known) - cached
             window_need = min(need, self._adapter.window_pages_kept)
-            alone = not running and not draft.admitted
-            fits = draft.pages + promised + need + (not alone) <= self._adapter.reachable_full()
-            if not fits or not (
-                alone or draft.pages + window_promised + window_need <= self._adapter.reachable_window()
-            ):
+            alone = alone and not draft.admitted and not draft.restores
+            room = PageCounts(
+                self._adapter.reachable_full() - draft.restoring.pages - draft.pages - promised.pages,
+                self._adapter.reachable_window()
+                - draft.restoring.window_pages
+                - draft.pages
+                - (0 if alone else promised.window_pages + window_need),
+                self._adapter.reachable_snapshots() - draft.restoring.states,
+            )
+            if need + (not alone) > room.pages or (room.window_pages < 0 and not alone):
                 self._adapter.release(sequence.request_id)
                 if alone:
                     self._end_for_capacity(sequence)
                 return
+            if self._restorer.begin(draft, sequence, prefix, room, PageCounts(need, window_need)):
+                promised.add(sequence.promised)
+                continue
             sequence.computed = prefix.num_tokens
             draft.admitted.append((sequence, prefix))
             computing.append(sequence)
             before = draft.pages
             self._add_chunk(draft, sequence, cached)
-            promised += 1 + need - (draft.pages - before)
-            window_promised += max(0, window_need - (draft.pages - before))
+            promised.pages += 1 + need - (draft.pages - before)
+            promised.window_pages += max(0, window_need - (draft.pages - before))
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int) -> None:
         """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had."""
         start = sequence.computed
         length = min(sequence.known - start, draft.budget)
-        if not self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages):
-            fitting = self._adapter.reachable() - draft.pages + held_pages
+        restoring = draft.restoring
+        if not self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring):
+            fitting = self._adapter.reachable(restoring) - draft.pages + held_pages
             length = min(length, fitting * self._adapter.page_size - start)
             if length <= 0:
                 return
-            self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages)
+            self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring)
         length, snapshot = self._to_snapshot(start, length)
         draft.pages += max(0, self._pages(start + length) - held_pages)
         draft.budget -= length

@@ -9,10 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from app.caches.tiers.ports import RestoredTokens
 from app.core.batch import BatchCompletion
 from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey
 from app.core.sampling import SamplingParams
+from app.core.transfers import PageCounts
 from app.scheduling.watched_text import WatchedText
+
+NOTHING_RESTORED = RestoredTokens()
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "error"]
 
@@ -39,6 +43,7 @@ class RequestOutput:
 
     token_ids: the output tokens; a stop token that ended the request is the last of them, its text is not in `text`.
     cached_tokens: prompt tokens that were not computed because they were cached when the request was first admitted.
+    restored_tokens: those of them that were brought back for it from the host tier, or from storage.
     first_token_ns: from `add` to the first token being known on the host; None when there was none.
     logprobs: of each output token when asked for; top_logprobs: per token, (token id, logprob) pairs, likeliest first.
     error: why a request ended with finish_reason "capacity" or "error".
@@ -54,6 +59,13 @@ class RequestOutput:
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
+    restored_tokens: RestoredTokens = NOTHING_RESTORED
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """`cached_tokens` by where they came from."""
+        host, storage = self.restored_tokens
+        return {"device": self.cached_tokens - host - storage, "host": host, "storage": storage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +123,13 @@ class Sequence:
         "generation",
         "key",
         "logprobs",
+        "num_restores",
         "output",
         "owed",
+        "promised",
         "prompt",
         "request",
+        "restored_tokens",
         "sampling",
         "sent",
         "slot",
@@ -142,7 +157,10 @@ class Sequence:
         self.owed = False  # retracted while a dispatched step still owes it a token
         self.cached_tokens: int | None = None
         self.capacity_error: str | None = None
+        self.restored_tokens = NOTHING_RESTORED  # of `cached_tokens`
         self.dedup_waits = 0
+        self.num_restores = 0  # begun since it was queued
+        self.promised = PageCounts()  # kept for it while its prefix is being restored
         self.unpublished = False  # has a row, and part of its prompt is not in the cache yet but will be
         self.text: WatchedText | None = None  # only with stop strings, or when streamed
         self.sent = 0  # output tokens told in deltas
@@ -187,6 +205,15 @@ class Sequence:
         ids = completion.top_token_ids[row, :count].tolist()
         values = completion.top_logprobs[row, :count].tolist()
         self.top_logprobs.append(list(zip(ids, values, strict=True)))
+
+    def note_cached(self, num_tokens: int, restored: RestoredTokens) -> None:
+        """It is admitted for the first time, with so many cached tokens. `restored`: what was brought back before.
+
+        What came from storage is deeper than what the host had, and so what was evicted again is missing from it first.
+        """
+        host = min(restored.host, num_tokens)
+        self.cached_tokens = num_tokens
+        self.restored_tokens = RestoredTokens(host, min(restored.storage, num_tokens - host))
 
     def settled_key(self, num_tokens: int) -> RadixKey:
         """The key of the first `num_tokens` known tokens."""

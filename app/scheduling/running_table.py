@@ -77,6 +77,10 @@ class RunningTable:
         """Pages that decoding `slots` once takes: one for each row whose pages are full."""
         return int(np.count_nonzero(self.total[slots] > self.num_pages[slots] * self.page_size))
 
+    def slots_with_room(self, slots: np.ndarray) -> np.ndarray:
+        """(n,) int32: those of `slots` that can decode once without another page."""
+        return slots[self.total[slots] <= self.num_pages[slots] * self.page_size]
+
     def decode_positions(self, slots: np.ndarray) -> np.ndarray:
         """(d,) int32: where the next step writes; the last token of `total` is its input."""
         return self.total[slots] - 1

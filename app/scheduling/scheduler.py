@@ -10,6 +10,9 @@ Rules that make this safe:
   (c) A sequence retracted in flight keeps the token that is owed to it and is not admitted before that is read. An
       aborted one is dropped. Nothing follows a terminal reply.
   (d) If prepare refuses a plan, the running sequence of last rank gives way and the step is planned again, once.
+      Before anybody gives way, restores do: a refused plan that had some is planned again without.
+  (e) A row is planned only on pages that hold their KV, or get it from the step itself. A request whose prefix is being
+      restored from a tier below waits in the queue.
 """
 
 from __future__ import annotations
@@ -17,18 +20,19 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import structlog
 
-from app.core.batch import PreparedBatch
 from app.core.handles import Generation, RequestRuntimeHandle
-from app.errors import CapacityError, IntegrityError, RequestError
+from app.errors import IntegrityError, RequestError
 from app.runtime.interface import RuntimeInterface
 from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.draft import Outbox
 from app.scheduling.finish import FinishRule
+from app.scheduling.launching import PATIENCE_S, Launcher
 from app.scheduling.limits import SchedulerLimits
 from app.scheduling.observer import SchedulerObserver, StepTimes
-from app.scheduling.planner import Draft, Outbox, Planner
+from app.scheduling.pace import Pace
+from app.scheduling.planner import Planner
 from app.scheduling.request import FinishReason, Request, RequestOutput, RequestProgress, Sequence, Status
 from app.scheduling.running_table import RunningTable
 from app.scheduling.settling import InFlight, Settlement
@@ -50,22 +54,30 @@ class Scheduler:
         observer: SchedulerObserver,
     ) -> None:
         self._adapter = adapter
-        self._runtime = runtime
         self._finish_rule = finish_rule
         self._limits = limits
         self._observer = observer
         self._table = RunningTable(limits.max_running_requests, adapter.page_size)
         self._waiting = WaitingQueue(limits.schedule_policy, adapter)
         self._outbox = Outbox()
-        self._planner = Planner(
+        self._launcher = Launcher(
             adapter=adapter,
+            runtime=runtime,
+            planner=Planner(
+                adapter=adapter,
+                table=self._table,
+                waiting=self._waiting,
+                outbox=self._outbox,
+                chunk_tokens=limits.chunk_tokens,
+                snapshot_interval=limits.snapshot_interval if adapter.reuses_prefixes else None,
+                retract=self._retract,
+                end_for_capacity=self._end_for_capacity,
+            ),
             table=self._table,
             waiting=self._waiting,
             outbox=self._outbox,
-            chunk_tokens=limits.chunk_tokens,
-            snapshot_interval=limits.snapshot_interval if adapter.reuses_prefixes else None,
-            retract=self._retract,
-            end_for_capacity=self._end_for_capacity,
+            limits=limits,
+            observer=observer,
         )
         self._settlement = Settlement(
             adapter=adapter,
@@ -78,11 +90,10 @@ class Scheduler:
         )
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: list[InFlight] = []  # oldest first, at most two
-        self._slots_left = limits.max_running_requests
         self._identity = adapter.identity
         self._arrivals = 0
         self._outputs: list[RequestOutput] = []
-        self._times = StepTimes()
+        self._pace = Pace(adapter.tiers)
         self.num_retractions = 0
 
     def add(self, request: Request) -> None:
@@ -111,16 +122,28 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight or self._outputs or self._outbox.releases)
 
-    def step(self) -> list[RequestOutput]:
-        """Dispatch the next step, then take in the one before. -> the requests that ended, in order of ending."""
+    def has_background_work(self) -> bool:
+        """Whether something moves, or waits to be moved, between tiers. It does so in steps, also without requests."""
+        return self._adapter.tiers.num_under_way > 0
+
+    def step(self, patience_s: float = PATIENCE_S) -> list[RequestOutput]:
+        """Dispatch the next step, then take in the one before. -> the requests that ended, in order of ending.
+
+        patience_s: the longest that a step without rows waits for what moves between tiers.
+        """
         began = time.perf_counter_ns()
-        self._times = times = StepTimes()
+        times = StepTimes()
         self._notice_new_pool()
-        launched = self._launch()
+        launched = self._launcher.launch(
+            times, steps_in_flight=len(self._in_flight), num_requests=len(self._sequences), patience_s=patience_s
+        )
+        if launched is not None:
+            self._in_flight.append(launched)
         self._notice_new_pool()
-        allowed = 1 if launched and self._limits.overlap else 0
+        # Nothing overlaps a step without rows.
+        allowed = 1 if launched is not None and launched.num_rows and self._limits.overlap else 0
         while len(self._in_flight) > allowed:
-            self._settle_oldest()
+            self._settle_oldest(times)
         if self._limits.check_invariants:
             self.check_integrity()
         times.schedule = time.perf_counter_ns() - began - times.prepare - times.execute
@@ -172,7 +195,7 @@ class Scheduler:
         running = {seq.request_id for seq in self._table.running()}
         waiting = {seq.request_id for seq in self._waiting}
         owed = sum(seq.owed for seq in self._waiting)
-        rows = self._limits.max_running_requests - self._slots_left
+        rows = self._limits.max_running_requests - self._launcher.slots_left
         num_owed = self._settlement.num_owed
         for broken, name in (
             (running & waiting or running | waiting != self._sequences.keys(), "a request runs and waits, or neither"),
@@ -185,122 +208,25 @@ class Scheduler:
             if broken:
                 raise IntegrityError(owner="Scheduler", broken=name)
 
-    # -- planning and dispatching ------------------------------------------------------------------------------------
-
-    def _launch(self) -> bool:
-        """Plan, prepare and dispatch the next step. -> whether there was one."""
-        draft = self._planner.draft(self._slots_available(), steps_in_flight=len(self._in_flight))
-        if not draft.has_rows and (self._sequences or self._in_flight or not self._outbox.releases):
-            return False
-        try:
-            prepared = self._prepare(draft)
-        except CapacityError as refusal:
-            again = self._plan_again(refusal)
-            if again is None:
-                return False
-            draft, prepared = again
-        places = self._commit(draft, prepared)
-        slots = draft.decode_slots
-        began = time.perf_counter_ns()
-        handle = self._runtime.execute_batch(prepared)
-        self._times.execute += time.perf_counter_ns() - began
-        step = InFlight(
-            handle=handle,
-            decode_slots=slots,
-            decode_generations=self._table.generation[slots],
-            chunks=draft.chunks,
-            chunk_places=places,
-            snapshot_slots=prepared.snapshot_slots,
-        )
-        self._in_flight.append(step)
-        return True
-
     def _notice_new_pool(self) -> None:
         """The pool may be another one: a step failed as it was dispatched, or the runtime was closed and opened."""
         if self._adapter.identity != self._identity:
             self._lose_pool("the runtime was reopened")
 
-    def _prepare(self, draft: Draft) -> PreparedBatch:
-        """All or nothing on this side too: a plan that is refused leaves no lease behind."""
-        plan = self._planner.build(draft)
-        began = time.perf_counter_ns()
-        try:
-            return self._runtime.prepare_batch(plan)
-        except Exception:
-            self._planner.undo(draft)
-            raise
-        finally:
-            self._times.prepare += time.perf_counter_ns() - began
-
-    def _plan_again(self, refusal: CapacityError) -> tuple[Draft, PreparedBatch] | None:
-        """Rule (d). Refused twice means that this round runs nothing; what is in flight will change the picture."""
-        _log.warning("plan_refused", reason=str(refusal), running=self.num_running, waiting=self.num_waiting)
-        retracted = self._planner.retract_last()
-        slots_left = 0 if retracted else self._slots_available()  # it must not come back at once
-        draft = self._planner.draft(slots_left, steps_in_flight=len(self._in_flight))
-        if not draft.has_rows:
-            return None
-        try:
-            return draft, self._prepare(draft)
-        except CapacityError:
-            if self._in_flight:
-                return None
-            raise  # nothing can change any more: budget and runtime disagree, a bug of ours
-
-    def _slots_available(self) -> int:
-        return self._slots_left + len(self._outbox.releases)
-
-    def _commit(self, draft: Draft, prepared: PreparedBatch) -> list[tuple[int, int]]:
-        """The plan is going to run: note what it reserved. -> the row of each chunk."""
-        self._outbox.clear()
-        self._slots_left = prepared.slots_left
-        self._adapter.prepared(prepared.snapshot_slots)
-        slots, generations = prepared.admitted_slots.tolist(), prepared.admitted_generations.tolist()
-        for (sequence, prefix), slot, generation in zip(draft.admitted, slots, generations, strict=True):
-            self._waiting.remove(sequence)
-            sequence.slot, sequence.generation = slot, generation
-            sequence.status = Status.PREFILL
-            sequence.unpublished = True
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = prefix.num_tokens
-                self._observer.admitted(sequence)
-            self._adapter.seat(sequence.request_id, slot)
-            self._table.seat(sequence, prefix.num_tokens // self._adapter.page_size, self._limits.end_of(sequence))
-        self._take_pages(draft, prepared)
-        self._table.advance(draft.decode_slots)
-        for chunk in draft.chunks:
-            sequence = chunk.sequence
-            sequence.computed += chunk.length
-            if chunk.samples:
-                sequence.status = Status.DECODE
-                self._table.start_decoding(sequence.slot)
-        return [(chunk.sequence.slot, chunk.sequence.generation) for chunk in draft.chunks]
-
-    def _take_pages(self, draft: Draft, prepared: PreparedBatch) -> None:
-        if not prepared.pages.size:
-            return
-        chunk_slots = np.array([chunk.sequence.slot for chunk in draft.chunks], np.int32)
-        slots = np.concatenate([draft.decode_slots, chunk_slots])
-        offsets = prepared.page_offsets
-        counts = np.diff(offsets)
-        for row in np.flatnonzero(counts).tolist():
-            sequence = self._table.seated(slots[row])
-            gained = slice(offsets[row], offsets[row + 1])
-            self._adapter.extend(sequence.request_id, prepared.pages[gained], prepared.window_pages[gained])
-        self._table.num_pages[slots] += counts
-
     # -- taking in what a step produced ------------------------------------------------------------------------------
 
-    def _settle_oldest(self) -> None:
+    def _settle_oldest(self, times: StepTimes) -> None:
         step = self._in_flight[0]
         began = time.perf_counter_ns()
         completion = step.handle.wait()
-        self._times.execute += time.perf_counter_ns() - began
+        times.execute += time.perf_counter_ns() - began
         self._in_flight.pop(0)  # not before: the wait may be interrupted, and is then repeated
         if completion.failure is None:
+            self._pace.note(step)
             self._settlement.settle(step, completion)
         else:
             self._lose_pool(completion.failure)
+            self._adapter.tiers.ended(completion.transfers)
 
     def _lose_pool(self, reason: str) -> None:
         """The pool is gone: what ran is over, what waits is served from the new one.
@@ -315,6 +241,7 @@ class Scheduler:
                 self._settlement.settle(step, completion)
             else:
                 reason = completion.failure
+                self._adapter.tiers.ended(completion.transfers)
         self._in_flight.clear()
         self._settlement.forgive_all()
         running = self._table.running()
@@ -322,7 +249,7 @@ class Scheduler:
         for sequence in running:
             self._end(sequence, "error", reason)
         self._outbox.clear()
-        self._slots_left = self._limits.max_running_requests
+        self._launcher.forget_rows()
 
     # -- leaving a row -----------------------------------------------------------------------------------------------
 
@@ -336,7 +263,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.computed = 0
         sequence.unpublished = False
-        sequence.dedup_waits = 0
+        sequence.dedup_waits = sequence.num_restores = 0
         sequence.rekey()
         self._waiting.add(sequence)
         self.num_retractions += 1

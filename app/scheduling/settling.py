@@ -9,10 +9,10 @@ import numpy as np
 
 from app.core.batch import BatchCompletion, PageRewrite, StepHandle
 from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.draft import Chunk, Outbox
 from app.scheduling.finish import FinishRule
 from app.scheduling.limits import SchedulerLimits
 from app.scheduling.observer import SchedulerObserver
-from app.scheduling.planner import Chunk, Outbox
 from app.scheduling.request import FinishReason, Sequence
 from app.scheduling.running_table import RunningTable
 
@@ -27,6 +27,11 @@ class InFlight:
     chunks: list[Chunk]
     chunk_places: list[tuple[int, int]]  # (slot, generation) of each chunk's row
     snapshot_slots: np.ndarray  # (rows,) int32, the snapshot of each row, 0 for none; empty without recurrent layers
+    dispatched_ns: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.decode_slots.size + len(self.chunks)
 
 
 class Settlement:
@@ -74,6 +79,9 @@ class Settlement:
         self._owed.clear()
 
     def settle(self, step: InFlight, completion: BatchCompletion) -> None:
+        """Of a step that did not fail. What has moved between tiers comes first: rows publish beside it."""
+        if completion.transfers:
+            self._adapter.tiers.ended(completion.transfers)
         if step.decode_slots.size:
             self._settle_decodes(step, completion)
         for index, chunk in enumerate(step.chunks):

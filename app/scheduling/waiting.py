@@ -19,7 +19,10 @@ LPM_QUEUE_LIMIT = 128
 
 
 class WaitingQueue:
-    """Sequences without a row, in arrival order. A retracted one comes back to its old place."""
+    """Sequences without a row, in arrival order. A retracted one comes back to its old place.
+
+    The tiers below the cache know who is in here.
+    """
 
     def __init__(self, policy: SchedulePolicy, adapter: SchedulerAdapter) -> None:
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
@@ -39,11 +42,14 @@ class WaitingQueue:
         if sequence.arrival < self._latest:
             self._sequences = dict(sorted(self._sequences.items(), key=lambda item: item[1].arrival))
         self._latest = max(self._latest, sequence.arrival)
+        self._adapter.tiers.expect(sequence.request_id, sequence.key)
 
     def remove(self, sequence: Sequence) -> None:
         """Idempotent."""
-        removed = self._sequences.pop(sequence.request_id, None)
-        self._num_prioritised -= removed is not None and removed.request.priority != 0
+        if self._sequences.pop(sequence.request_id, None) is None:
+            return
+        self._num_prioritised -= sequence.request.priority != 0
+        self._adapter.tiers.forget(sequence.request_id)
 
     def in_order(self) -> Iterable[Sequence]:
         """Those that may be admitted now, first to be admitted first. The queue must not change meanwhile."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from app.caches.inspection import CachedPrefix, TopPrefixes
 from app.observability.cache_journal import SECONDS_KEPT, Admission, CacheJournal, Eviction, JournalSnapshot
-from app.scheduler_adapter import PageCounts, SchedulerAdapter
+from app.scheduler_adapter import PoolUse, SchedulerAdapter
 
 TextOf = Callable[[list[int]], str]
 
@@ -57,7 +57,7 @@ class CacheSnapshot:
     page_size: int
     reuses_prefixes: bool
     capacity: int
-    pages: PageCounts
+    pages: PoolUse
     top: TopPrefixes
     journal: JournalSnapshot
     requests: tuple[RunningView, ...]
@@ -121,6 +121,7 @@ def _tier(name: str, snapshot: CacheSnapshot) -> dict[str, Any]:
         "cached_locked": amount(snapshot.pages.cached_locked),
         "cached_unlocked": amount(snapshot.pages.cached_unlocked),
         "held_by_requests": amount(snapshot.pages.held_by_requests),
+        "restoring": amount(snapshot.pages.restoring),
         "free": amount(snapshot.pages.free),
     }
 

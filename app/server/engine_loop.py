@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,6 +38,10 @@ from app.server.openai_errors import (
 )
 
 _log = structlog.get_logger(__name__)
+
+# Between two looks at what moves between tiers while no request is there; a message ends it at once.
+_BACKGROUND_WAIT_S = 0.005
+
 Answer = TypeVar("Answer")
 Message = Callable[[], None]  # run on the engine's thread, between two steps
 
@@ -135,6 +140,13 @@ class EngineLoop:
         """Until every request has its terminal reply."""
         await self._idle.wait()
 
+    async def wait_until_drained(self) -> None:
+        """Until nothing moves between tiers either, or the engine has ended."""
+        await self._idle.wait()
+        with suppress(ApiError):
+            while await self.ask(self._scheduler.has_background_work):
+                await asyncio.sleep(_BACKGROUND_WAIT_S)
+
     async def stop(self) -> None:
         """End the thread; what still runs is aborted. Afterwards everybody has been answered. Idempotent."""
         self._inbox.put(self._begin_stop)
@@ -176,6 +188,9 @@ class EngineLoop:
             while self._take_messages():
                 if self._scheduler.has_work():
                     self._step()
+                elif self._scheduler.has_background_work():
+                    self._scheduler.step(patience_s=0.0)
+                    self._watch.measure(self._scheduler, self._adapter)
         except BaseException as error:  # a bug: nothing that a request may ask leads here
             _log.critical("engine_failed", error=repr(error), exc_info=error)
             self._call(self._broken, error)
@@ -186,10 +201,19 @@ class EngineLoop:
         if self._stopping:
             return busy
         if not busy:
-            self._inbox.get()()
+            self._wait_for_a_message()
         while not self._inbox.empty():
             self._inbox.get()()
         return True
+
+    def _wait_for_a_message(self) -> None:
+        """And run it. While something moves between tiers, not for long."""
+        timeout_s = _BACKGROUND_WAIT_S if self._scheduler.has_background_work() else None
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        message()
 
     def _step(self) -> None:
         self._expire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -204,13 +205,15 @@ class Generation:
 def _usage(outputs: list[RequestOutput], request: GenerationRequest) -> Usage:
     """Choices of one prompt lie side by side, n of them."""
     firsts = range(0, len(outputs), request.n)
-    cached = sum(min(output.cached_tokens for output in outputs[first : first + request.n]) for first in firsts)
-    by_source = {"device": cached, "host": 0, "storage": 0}
+    least = [min(outputs[first : first + request.n], key=lambda each: each.cached_tokens) for first in firsts]
+    by_tier = Counter[str]()
+    for output in least:
+        by_tier.update(output.cached_by_tier)
     return Usage(
         prompt_tokens=sum(outputs[first].prompt_tokens for first in firsts),
         completion_tokens=sum(len(output.token_ids) for output in outputs),
-        cached_tokens=cached,
-        cached_by_source=by_source if request.return_cached_tokens_details else None,
+        cached_tokens=sum(output.cached_tokens for output in least),
+        cached_by_source=by_tier if request.return_cached_tokens_details else None,
     )
 
 

@@ -25,12 +25,16 @@ class Shutdown:
         await self._asked.wait()
 
     async def drain(self, engine: EngineLoop, timeout_s: float) -> None:
-        """Let the engine's requests finish within the time, or until asked again; then end them, each with a reply."""
-        idle = asyncio.ensure_future(engine.wait_until_idle())
+        """Let the engine's requests finish, and what moves between tiers, within the time, or until asked again.
+
+        Then end the requests, each with a reply.
+        """
+        drained = asyncio.ensure_future(engine.wait_until_drained())
         hurried = asyncio.ensure_future(self._hurried.wait())
-        await asyncio.wait({idle, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        with suppress(asyncio.CancelledError):
-            await hurried
+        await asyncio.wait({drained, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (drained, hurried):
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
         engine.abort_matching(lambda _: True, shutting_down())
-        await idle
+        await engine.wait_until_idle()

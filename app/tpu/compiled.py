@@ -30,6 +30,8 @@ class CompiledFacts:
     alias_bytes: int  # of arguments that outputs are written into
     num_aliases: int  # such arguments
     temp_bytes: int  # beside arguments and outputs
+    host_argument_bytes: int = 0  # of the device's host, not counted above
+    host_output_bytes: int = 0
     accessed_bytes: int  # as XLA estimates; the body of a loop counts once
     collectives: Counter[str] = field(default_factory=Counter)  # operations in the text; a loop's body counts once
     seconds: float  # that lowering and compiling took
@@ -58,6 +60,8 @@ def read_facts(name: str, compiled: jax.stages.Compiled, seconds: float) -> Comp
         alias_bytes=memory.alias_size_in_bytes,
         num_aliases=len(_ALIAS.findall(text.partition("\n")[0])),
         temp_bytes=memory.temp_size_in_bytes,
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_output_bytes=memory.host_output_size_in_bytes,
         accessed_bytes=int(cost.get("bytes accessed", 0)),
         collectives=Counter(_COLLECTIVE.findall(text)),
         seconds=seconds,

@@ -50,3 +50,18 @@ def broken_fit(facts: CompiledFacts, memory_bytes: int, beside_bytes: int = 0) -
     if needed <= memory_bytes:
         return []
     return [f"{facts.name}: needs {needed:,} bytes of a device that has {memory_bytes:,}"]
+
+
+def broken_host_memory(facts: CompiledFacts, *, read_bytes: int, left_bytes: int) -> list[str]:
+    """What the program must find in host memory, and leave there. In bytes of one device, at least; none if 0.
+
+    The next program waits until this one has moved what it moves.
+    """
+    broken = []
+    for verb, found, wanted in (
+        ("reads", facts.host_argument_bytes, read_bytes),
+        ("leaves", facts.host_output_bytes, left_bytes),
+    ):
+        if found < wanted or (found and not wanted):
+            broken.append(f"{facts.name}: {verb} {found:,} bytes in host memory, not {wanted:,}")
+    return broken

@@ -8,8 +8,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from app.core.transfers import OfEachPool
+
 PageArrays = tuple[jax.Array, ...]
 """The content of one page, all layers: a few arrays that nobody writes to, on the device or in pinned host memory."""
+
+PoolContents = OfEachPool[Sequence[PageArrays]]
+"""Contents of pages of each kind, in the order of PageIds; empty for kinds that a model lacks."""
 
 
 class PageCarrier(Protocol):
@@ -17,18 +22,27 @@ class PageCarrier(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, over all ranks."""
+        """Of one page, over all ranks, padding that the pool stores included. What every rank holds counts once."""
+        ...
+
+    @property
+    def page(self) -> PageArrays:
+        """A host page as shapes, types and shardings."""
         ...
 
     def gather(self, buffers: Any, pages: np.ndarray) -> list[PageArrays]:
         """Dispatch copies of pages, (n,) int32, into device arrays of their own. In order of dispatch. Donates nothing.
 
-        Any n: it is done in few sizes, of which few programs are compiled.
+        Any n: it is done in few sizes, of which few programs are compiled. Raises ForeignPageError for an id that is
+        no page's: 0, which is never written, among them.
         """
         ...
 
     def scatter(self, buffers: Any, pages: np.ndarray, contents: Sequence[PageArrays]) -> Any:
-        """Dispatch writing device arrays into pages, (n,) int32. Donates `buffers`. -> their replacements."""
+        """Dispatch writing device arrays into pages, (n,) int32. Donates this kind's arrays. -> the whole pool's.
+
+        Raises as `gather`, before anything is donated.
+        """
         ...
 
     def to_host(self, contents: Sequence[PageArrays]) -> list[PageArrays]:
@@ -44,5 +58,5 @@ class PageCarrier(Protocol):
         ...
 
     def from_bytes(self, payload: np.ndarray) -> PageArrays:
-        """A host page from what `to_bytes` gave: (page_bytes,) uint8, which is copied."""
+        """A host page from what `to_bytes` gave: (page_bytes,) uint8, which is copied. ConfigError for another size."""
         ...

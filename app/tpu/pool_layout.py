@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.core.ports import PoolSpec
 from app.tpu.mesh import TENSOR_AXIS
+from app.tpu.page_arrays import FlatPages, PageLayout, StackedPages
 
 # bfloat16 scatters on CPU convert the whole pool there and back, so there the bits are kept in uint16 arrays.
 STORED_AS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "bfloat16_bits": jnp.uint16}
@@ -61,6 +62,10 @@ class PoolLayout(Protocol):
         """
         ...
 
+    def page_layout(self, spec: PoolSpec, mesh: Mesh) -> PageLayout:
+        """What one page is made of when it leaves the pool, as stored."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayPerLayer:
@@ -76,6 +81,9 @@ class ArrayPerLayer:
         per_rank = (num_ranks, spec.stored_kv_heads // num_ranks, spec.stored_head_dim)
         return _without_padding(read.reshape(*read.shape[:-1], *per_rank), spec)
 
+    def page_layout(self, spec: PoolSpec, mesh: Mesh) -> PageLayout:
+        return StackedPages.of(self.abstract(spec, mesh))
+
 
 @dataclass(frozen=True, slots=True)
 class FlatWide:
@@ -88,6 +96,9 @@ class FlatWide:
     def contents(self, buffers: FlatKVBuffers, pages: jax.Array, spec: PoolSpec, num_ranks: int) -> jax.Array:
         return _flat_contents(buffers, pages, spec, num_ranks)
 
+    def page_layout(self, spec: PoolSpec, mesh: Mesh) -> PageLayout:
+        return FlatPages(self.abstract(spec, mesh).pages, spec.num_layers)
+
 
 @dataclass(frozen=True, slots=True)
 class FlatByHead:
@@ -99,6 +110,9 @@ class FlatByHead:
 
     def contents(self, buffers: FlatKVBuffers, pages: jax.Array, spec: PoolSpec, num_ranks: int) -> jax.Array:
         return _flat_contents(buffers, pages, spec, num_ranks)
+
+    def page_layout(self, spec: PoolSpec, mesh: Mesh) -> PageLayout:
+        return FlatPages(self.abstract(spec, mesh).pages, spec.num_layers)
 
 
 def flat_rows(pages: jax.Array, layer: jax.Array | int, pages_a_layer: int, num_rows: int) -> jax.Array:

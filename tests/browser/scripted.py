@@ -10,7 +10,7 @@ from app.caches.inspection import CachedPrefix, Miss, TopPrefixes
 from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
 from app.observability.cache_journal import Admission, Eviction, JournalSnapshot, SecondOfTokens
-from app.scheduler_adapter import PageCounts
+from app.scheduler_adapter import PoolUse
 from app.server.cache_state import CacheSnapshot, RunningView, ServerFacts, cache_state
 
 # What the server sends with the page.
@@ -94,7 +94,7 @@ def state_of(
         page_size=16,
         reuses_prefixes=True,
         capacity=1000,
-        pages=PageCounts(free=250, cached_unlocked=500, cached_locked=150, held_by_requests=100),
+        pages=PoolUse(free=250, cached_unlocked=500, cached_locked=150, held_by_requests=80, restoring=20),
         top=TopPrefixes(tuple(prefixes), len(prefixes), len(prefixes) if num_nodes is None else num_nodes),
         journal=JournalSnapshot(
             at=NOW,

@@ -53,11 +53,12 @@ def test_every_part_shows_the_numbers_of_the_server(open_tab: OpenTab) -> None:
     assert [texts(row, "td") for row in tab.locator(".tier tbody tr").all()] == [
         ["150", "2,400", "15.0 %"],
         ["500", "8,000", "50.0 %"],
-        ["100", "1,600", "10.0 %"],
+        ["80", "1,280", "8.0 %"],
+        ["20", "320", "2.0 %"],
         ["250", "4,000", "25.0 %"],
     ]
     widths = tab.locator(".bar span").evaluate_all("spans => spans.map(span => span.style.width)")
-    assert widths == ["15%", "50%", "10%", "25%"]
+    assert widths == ["15%", "50%", "8%", "2%", "25%"]
 
     # the hit rate
     assert texts(tab, "#rate-minute") == ["97.0 %"]

@@ -302,10 +302,10 @@ def test_integrity_misses_no_row_and_no_token(engine: OpenEngine) -> None:
     scheduler = opened.scheduler
     scheduler.check_integrity()
 
-    scheduler._slots_left -= 1
+    scheduler._launcher.slots_left -= 1
     with pytest.raises(IntegrityError, match="row"):
         scheduler.check_integrity()
-    scheduler._slots_left += 1
+    scheduler._launcher.slots_left += 1
 
     scheduler._settlement._owed[0, 0] = scheduler._sequences["r0"]
     with pytest.raises(IntegrityError, match="owed"):

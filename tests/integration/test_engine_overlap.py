@@ -244,7 +244,7 @@ def test_a_retracted_request_may_be_aborted_while_it_is_owed_a_token(engine: Ope
         return spy.prepare_batch(plan)
 
     spy.refusals.append(OutOfPagesError(need=1, free=0))
-    planner = opened.scheduler._planner
+    planner = opened.scheduler._launcher._planner
     retract = planner.retract_last
 
     def retract_then_abort() -> bool:

@@ -90,12 +90,13 @@ def test_workers_answer_in_time_while_the_client_waits_for_a_dead_master(
     master: tuple[str, subprocess.Popen[bytes]],
 ) -> None:
     address, process = master
-    workers = StorageWorkers(client(address), codec(), WorkerLimits(max_attempts=1))
+    workers = StorageWorkers(client(address), WorkerLimits(max_attempts=1))
     process.kill()
     process.wait()
     answers: list[Outcome] = []
 
     workers.set(
+        codec(),
         [key(1)],
         [payload(1)],
         lambda arrival: answers.extend(each.outcome for each in arrival.results),

@@ -28,7 +28,8 @@ class Server:
 
     def __init__(self, folder: Path, identity: StorageIdentity = IDENTITY) -> None:
         storage = open_storage("file", StorageConfig(path=str(folder), capacity_bytes=2**20))
-        self.workers = StorageWorkers(storage, ValueCodec(identity, PAYLOAD_BYTES))
+        self.workers = StorageWorkers(storage)
+        self.codec = ValueCodec(identity, PAYLOAD_BYTES)
         self.identity = identity
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
 
@@ -37,11 +38,11 @@ class Server:
         return [PageKey(each) for each in hashes]
 
     def store(self, namespace: Namespace, pages: Sequence[bytes]) -> None:
-        self.workers.set(self.keys(namespace), pages, self.arrivals.put, soon())
+        self.workers.set(self.codec, self.keys(namespace), pages, self.arrivals.put, soon())
         assert [each.outcome for each in self.arrivals.get(timeout=60).results] == [Outcome.STORED] * 4
 
     def load(self, namespace: Namespace) -> list[bytes | Outcome]:
-        self.workers.get(self.keys(namespace), self.arrivals.put, soon())
+        self.workers.get(self.codec, self.keys(namespace), self.arrivals.put, soon())
         results = self.arrivals.get(timeout=60).results
         return [each.outcome if each.value is None else bytes(each.value) for each in results]
 

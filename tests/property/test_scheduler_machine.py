@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from app.core.keys import Namespace
 from app.errors import LockedPageError, OutOfPagesError
 from tests.support.engine import RuntimeSpy, check_reply, cold_tokens, opened
+from tests.support.scripted_tiers import TieredEngine, tiered
 
 # Two stems and few tokens: prompts meet one another's prefixes all the time.
 STEMS = [np.random.default_rng(seed).integers(0, 256, 48).astype(np.int32) for seed in (1, 2)]
@@ -27,6 +28,7 @@ prompts = st.builds(
 # Cache types, and models that they serve: windows of 6 tokens, snapshots every 16.
 _SWA = {"window": 6, "swa_full_tokens_ratio": 0.3}
 _RECURRENT = {"recurrent": True, "recurrent_track_interval": 16, "max_recurrent_snapshots": 4}
+TIERED: dict[str, Any] = {"cache_type": "radix_cache"}  # with scripted tiers below it
 ENGINES: list[dict[str, Any]] = [
     {"cache_type": "radix_cache"},
     {"cache_type": "unified_radix_cache"},
@@ -34,6 +36,8 @@ ENGINES: list[dict[str, Any]] = [
     {"cache_type": "unified_radix_cache", **_RECURRENT},
     {"cache_type": "unified_radix_cache", **_SWA, **_RECURRENT},
     {"cache_type": "chunk_cache", **_SWA, **_RECURRENT},
+    TIERED,
+    TIERED,
 ]
 
 
@@ -49,21 +53,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def open(self, page_size: int, chunk: int, engine: dict[str, Any], overlap: bool, policy: str) -> None:
         self.stack = ExitStack()
-        self.engine = self.stack.enter_context(
-            opened(
-                page_size=page_size,
-                max_total_tokens={1: 80, 4: 96, 16: 160}[page_size],
-                chunked_prefill_size=chunk,
-                disable_overlap=not overlap,
-                schedule_policy=policy,
-                **engine,
-            )
-        )
+        fields = {
+            "page_size": page_size,
+            "max_total_tokens": {1: 80, 4: 96, 16: 160}[page_size],
+            "chunked_prefill_size": chunk,
+            "disable_overlap": not overlap,
+            "schedule_policy": policy,
+            **engine,
+        }
+        self.tiered: TieredEngine | None = None
+        if engine is TIERED:
+            self.tiered = self.stack.enter_context(tiered(**fields))
+            self.engine = self.tiered.engine
+        else:
+            self.engine = self.stack.enter_context(opened(**fields))
         self.spy = RuntimeSpy(self.engine.runtime)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        if self.tiered is not None:
+            self.bring_what_was_held()
         self.engine.drain()
         self.engine.check_replies()
         self.stack.close()
@@ -111,6 +121,29 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict(self, share: int) -> None:
         """Pressure from elsewhere: part of the cache goes."""
         self.engine.adapter.make_room(self.engine.adapter.reachable() * share // 8)
+
+    @precondition(lambda self: self.tiered is not None and self.engine.requests)
+    @rule(which=st.integers(0, 30), to_land=st.integers(1, 6), fails=st.booleans(), most=st.sampled_from([1, 3, 99]))
+    def back_up(self, which: int, to_land: int, fails: bool, most: int) -> None:
+        """The host gets what is cached of some prompt; copies behave differently from now on."""
+        assert self.tiered is not None
+        request = self.engine.requests[f"r{which % len(self.engine.requests)}"]
+        self.tiered.back_up(request.prompt_token_ids.tolist(), namespace=request.namespace)
+        self.tiered.copies.steps_to_land, self.tiered.copies.fail_all = to_land, fails
+        self.tiered.tiers.max_pages = most
+
+    @precondition(lambda self: self.tiered is not None and self.engine.requests)
+    @rule(which=st.integers(0, 30))
+    def hold_back(self, which: int) -> None:
+        """Something comes from storage."""
+        assert self.tiered is not None
+        self.tiered.tiers.held.add(f"r{which % len(self.engine.requests)}")
+
+    @precondition(lambda self: self.tiered is not None)
+    @rule()
+    def bring_what_was_held(self) -> None:
+        assert self.tiered is not None
+        self.tiered.tiers.held.clear()
 
     @rule()
     def poison(self) -> None:

@@ -26,9 +26,10 @@ def ints(*values: int) -> np.ndarray:
 class RuntimeRig:
     """An open LocalRuntime over fakes, with the parts that it owns."""
 
-    def __init__(self, container: Any) -> None:
+    def __init__(self, container: Any, runtime: Any = None) -> None:
+        """runtime: one that was made of the container's parts, instead of the container's own."""
         self.container = container
-        self.runtime = container.runtime()
+        self.runtime = runtime or container.runtime()
         self.allocator = container.token_allocator()
         self.port = self.allocator.port
         self.rows = container.req_to_token_pool()

@@ -104,7 +104,7 @@ async def look_around(site: Site, rng: Random) -> None:
     reply = (await site.http.get(path)).raise_for_status()
     if path == "/cache_state":
         [tier] = reply.json()["tiers"]
-        parts = ("cached_locked", "cached_unlocked", "held_by_requests", "free")
+        parts = ("cached_locked", "cached_unlocked", "held_by_requests", "restoring", "free")
         assert sum(tier[part]["pages"] for part in parts) == tier["capacity"]["pages"], tier
     assert (await site.http.head(path)).content == b""
 

@@ -26,7 +26,7 @@ TARGETS = (FULLY_COVERED, "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 STEP = ("prefill", "decode")
 WITH_POOL = (*STEP, "backup", "restore")  # the programs that know of the model
 PAGES, MORE_PAGES = 16384, 24576
-SIZES = StepSizes(num_rows=256, max_pages=512, batch=64, context_pages=256, chunk_tokens=512, copied_pages=64)
+SIZES = StepSizes(num_rows=256, max_pages=512, batch=64, context_pages=256, chunk_tokens=512)
 
 
 def model(num_heads: int, num_kv_heads: int, head_dim: int, **fields: Any) -> ModelConfig:

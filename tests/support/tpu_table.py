@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from app.tpu.page_carriers import GROUP_SIZES
 from tests.support.tpu_matrix import MORE_PAGES, PAGES, SIZES, Case, Compiled, full_cases, run
 
 HEAD = f"""# The step programs on TPU
@@ -20,7 +21,7 @@ programs, with such types and shardings, and no others is a test on CPU (tests/u
 
 Models are two layers deep (on tpu7x in a row, elsewhere a loop, whose body the text has once), bfloat16, pages of 16
 tokens; {SIZES.batch} rows of up to {SIZES.context_pages * 16:,} tokens, prompts of {SIZES.chunk_tokens} tokens a step,
-{SIZES.copied_pages} pages a copy. SmolLM2 runs on one device, the others are cut over four. Programs that know nothing
+{GROUP_SIZES[0]} pages a copy. SmolLM2 runs on one device, the others are cut over four. Programs that know nothing
 of the model are listed once a target.
 
 Gates, all read from the compiled program: what is donated is written in place, to the byte; temporaries are at most a

@@ -89,6 +89,7 @@ MODELS: dict[str, dict[str, object]] = {
         "hidden_act": "silu",
     },
 }
+COPIES = tuple(f"{way}_{kind}" for way in ("backup", "restore") for kind in ("full", "window", "states"))
 ARGS = ServerArgs(tp_size=2, max_total_tokens=262_144, max_running_requests=32, context_length=4096)
 MORE = replace(ARGS, max_total_tokens=393_216)
 
@@ -109,13 +110,13 @@ def test_every_program_of_a_hybrid_model_keeps_every_gate(kind: str, section: st
     broken = []
     for program in plan.programs:
         layers = planned_name(program.name)
-        beside = ("state_copy", "window_table_rows") if section == "decode" else ()
+        beside = ("state_copy", "window_table_rows", *COPIES) if section == "decode" else ()
         if layers not in (f"{section}_layers", *beside):
             continue  # of every model: tried in test_programs.py
         facts = compile_facts(program, plan.mesh)
         broken += broken_donation(program, facts)
         broken += broken_collectives(facts, PLANNED_IN_HYBRIDS[layers].in_text(_depth(program)))
-        if layers in LAYERS:
+        if layers in (*LAYERS, *COPIES):
             more = compile_facts(same_program(bigger, program.name), bigger.mesh)
             ranks = ARGS.tp_size
             broken += broken_temporaries(facts, more, plan.pool_bytes // ranks, bigger.pool_bytes // ranks)

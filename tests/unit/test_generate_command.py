@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.caches.tiers.ports import RestoredTokens
 from app.commands import demo, generate
 from app.commands.demo_prompts import QUESTIONS, SYSTEM_PROMPT
 from app.commands.engine import Engine, Prompt
@@ -27,6 +28,7 @@ class FakeEngine:
 
     def __init__(self, errors: Sequence[str | None] = (), refuses: bool = False) -> None:
         self.cache = CacheTypeChoice("radix_cache", "because")
+        self.has_tiers = False
         self.asked: list[tuple[list[Prompt], SamplingParams]] = []
         self.settings: ServerArgs | None = None
         self.is_open = False
@@ -69,6 +71,7 @@ class FakeEngine:
             finish_reason="stop" if error is None else "capacity",
             first_token_ns=2_500_000,
             error=error,
+            restored_tokens=RestoredTokens(host=min(2, len(self.asked) - 1)),
         )
 
 
@@ -276,6 +279,25 @@ def test_several_answers_are_told_apart_by_their_prompts(
         "> b\nB\n[1 prompt tokens, 0 cached; 1 answered, stop]\n\n"
         "cache type radix_cache: because\n"
     )
+
+
+def test_hits_are_told_by_tier_where_there_are_tiers(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    # given: the fake has as many cached tokens as it was asked before, two of them from the host
+    engine.has_tiers = True
+    for _ in range(3):
+        generate_with(engine, prompt=("a",))
+    capsys.readouterr()
+
+    # when
+    generate_with(engine, prompt=("abcd", "efgh"))
+    text = capsys.readouterr().out
+    generate_with(engine, prompt=("abcd",), json=True)
+    (entry,) = json.loads(capsys.readouterr().out)["outputs"]
+
+    # then
+    assert "[4 prompt tokens, 3 cached (1 device, 2 host, 0 storage); 4 answered, stop]" in text
+    assert entry["cached_tokens"] == 4
+    assert entry["cached_tokens_details"] == {"device": 2, "host": 2, "storage": 0}
 
 
 def test_an_answer_cut_short_is_printed_and_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,7 @@ def test_a_release_frees_what_was_not_published_and_only_that(rig: Rig) -> None:
         "cached_evictable": 2,
         "cached_protected": 0,
         "requests": 0,
+        "restoring": 0,
         "recorded": 1,
         "free": PAGES - 3,
     }
@@ -315,6 +316,6 @@ def test_pages_are_counted_by_who_has_them(rig: Rig) -> None:
     rig.prepare("b", 4)
 
     # then
-    assert rig.adapter.page_counts() == (PAGES - 3 - 4, 1, 2, 4)
+    assert rig.adapter.page_counts() == (PAGES - 3 - 4, 1, 2, 4, 0)
     rig.adapter.release("b")
-    assert rig.adapter.page_counts() == (PAGES - 3, 3, 0, 0)
+    assert rig.adapter.page_counts() == (PAGES - 3, 3, 0, 0, 0)

@@ -1,6 +1,7 @@
 """The prefix tree: which token prefixes are cached in which pages. RadixAttention, arXiv:2312.07104.
 
 Ints and bytes only. It neither frees nor copies pages: it returns them, and its owner acts. Nothing here recurses.
+What evicts from it is in eviction.py.
 Every node has full pages; for what else a model needs, each component gives parts to some of the nodes (components/).
 
     roots[namespace] -- edge: 3 pages --+-- edge: 2 pages --- ...
@@ -32,7 +33,7 @@ from app.core.keys import TOKEN_BYTES, Namespace, RadixKey
 from app.errors import StaleHandleError
 
 _NOTHING = MatchResult(NO_PAGES, 0, None)
-_NOTHING_PUBLISHED = InsertResult(0, NO_PAGES, None, ())
+NOTHING_PUBLISHED = InsertResult(0, NO_PAGES, None, ())
 
 
 class TreeCore:
@@ -52,9 +53,13 @@ class TreeCore:
         clock: Callable[[], float],
         components: Sequence[TreeComponent] = (),
         events: EventSink | None = None,
+        seed: Callable[[Namespace], bytes] = Namespace.seed,
         observer: EvictionObserver | None = None,
     ) -> None:
-        """`capacity`: the pool's page ids are 1..capacity. `clock`: seconds that never go back."""
+        """`capacity`: the pool's page ids are 1..capacity. `clock`: seconds that never go back.
+
+        seed: of a namespace, what starts the chain of page hashes that events name.
+        """
         self.evictable_pages = 0
         self.protected_pages = 0
         self.num_nodes = 0
@@ -68,6 +73,7 @@ class TreeCore:
         self.clock = clock
         self.page_bytes = page_size * TOKEN_BYTES
         self._events = events
+        self._seed = seed
         self._observer = observer
         self._serials = itertools.count()
         self._last_matched: RadixKey | None = None
@@ -134,6 +140,15 @@ class TreeCore:
             component.lock(receipt.number, node)
         return receipt
 
+    def hold(self, node: TreeNode | None) -> LockReceipt:
+        """Keep a node of this tree and all above it, full pages alone: for what is to come below.
+
+        Give the receipt to `unlock`. O(nodes not locked yet).
+        """
+        if node is not None:
+            self._pin(node)
+        return self.receipts.issue(node)
+
     def unlock(self, receipt: LockReceipt) -> np.ndarray:
         """Undo one lock; what becomes unlocked counts as just used. StaleHandleError and no change for a stale one.
 
@@ -145,7 +160,7 @@ class TreeCore:
         for component in self.components:
             component.unlock(receipt.number)
         self._unpin(node)
-        return self._left(self._drop_useless(node, self.clock())) if self.components else NO_PAGES
+        return self.left(self.drop_useless(node, self.clock())) if self.components else NO_PAGES
 
     def insert(self, key: RadixKey, pages: np.ndarray, offers: Sequence[Offer] = ()) -> InsertResult:
         """Adopt the whole pages that are not there yet. O(tokens + nodes on the path).
@@ -156,7 +171,7 @@ class TreeCore:
         """
         count = key.num_tokens // self.page_size
         if count == 0:
-            return _NOTHING_PUBLISHED
+            return NOTHING_PUBLISHED
         if pages.size < count:
             raise ValueError(f"{pages.size} pages for a key of {count} whole pages")
         raw, namespace = key.raw, key.namespace
@@ -165,7 +180,7 @@ class TreeCore:
         if offers:
             place, count = cut_to_usable(place, offers, count, self.page_size)
             if count == 0:
-                return _NOTHING_PUBLISHED
+                return NOTHING_PUBLISHED
         node, end, partial, shared = place
         present = end // self.page_bytes + shared
         adopted = np.array(pages[present:count], np.int32)
@@ -186,39 +201,6 @@ class TreeCore:
             named |= offer.named(node)
         return InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
 
-    def evict(self, num_pages: int) -> np.ndarray:
-        """Drop leaves, in the order of the policy, until `num_pages` or more are out, or nothing is unlocked.
-
-        -> (n,) int32, the pages, no longer the tree's. O(nodes dropped).
-        """
-        dropped: list[TreeNode] = []
-        freed = 0
-        now = self.clock()
-        while freed < num_pages and self.order:
-            node = self.order.pop()
-            self._drop(node, now)
-            dropped.append(node)
-            freed += node.pages.size
-            if self.components:
-                useless = self._drop_useless(node.parent, now)
-                dropped += useless
-                freed += sum(each.pages.size for each in useless)
-        return self._left(dropped)
-
-    def evict_parts(self, component: TreeComponent, count: int) -> np.ndarray:
-        """Let a component let go of `count` ids or more, or of all that are not locked, the next in its order first.
-
-        A node that nobody could match any more for it leaves the tree whole.
-        -> (n,) int32, the full pages of those, no longer the tree's. O(nodes that lose something).
-        """
-        dropped: list[TreeNode] = []
-        now = self.clock()
-        while component.num_let_go < count and component.order:
-            node = component.order.pop()
-            component.hollow(node)
-            dropped += self._drop_useless(node, now)
-        return self._left(dropped)
-
     def reset(self) -> None:
         """Forget everything; receipts and matches from before are refused after. O(pool pages)."""
         self.receipts.void()
@@ -232,6 +214,46 @@ class TreeCore:
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
         if self._events is not None:
             self._events.cleared()
+
+    def cut_off(self, leaf: TreeNode, now: float) -> None:
+        """Cut off a leaf that is out of the order already, and its root if that was the last one. `left` follows."""
+        parent = leaf.parent
+        assert parent is not None
+        assert not leaf.children
+        if self._observer is not None:
+            tell_eviction(self._observer, leaf, now)
+        first_page = leaf.edge[: self.page_bytes]
+        del parent.children[first_page]
+        self.evicted.remember(parent.serial, first_page, now, leaf.uses)
+        leaf.epoch = EVICTED
+        self.num_nodes -= 1
+        if parent.parent is None and not parent.children:
+            del self.roots[parent.namespace]
+        for component in self.components:
+            component.drop(leaf)
+
+    def drop_useless(self, node: TreeNode | None, now: float) -> list[TreeNode]:
+        """Drop `node`, and then those above it, while it is an unlocked leaf that lacks a part: none could match it."""
+        dropped = []
+        while node is not None and node.parent is not None and not node.children and not node.lock_ref:
+            if all(node in component.parts for component in self.components):
+                break
+            self.order.remove(node)
+            self.cut_off(node, now)
+            dropped.append(node)
+            node = node.parent
+        return dropped
+
+    def left(self, dropped: list[TreeNode]) -> np.ndarray:
+        """(n,) int32: the pages of nodes that were cut off, which are the tree's no more."""
+        if not dropped:
+            return NO_PAGES
+        pages = joined([node.pages for node in dropped])
+        self.evictable_pages -= pages.size
+        self.owned.release(pages)
+        if self._events is not None:
+            self._events.removed(page_hashes=[each for node in dropped for each in node.hashes])
+        return pages
 
     def nodes(self) -> Iterator[TreeNode]:
         """Every node but the roots, a parent before its children. O(nodes)."""
@@ -312,48 +334,8 @@ class TreeCore:
         self.evictable_pages += pages.size
         self.order.add(leaf)
         if self._events is not None:
-            announce(self._events, parent, leaf, self.page_size)
+            announce(self._events, parent, leaf, self._seed, self.page_size)
         return leaf
-
-    def _drop(self, leaf: TreeNode, now: float) -> None:
-        """Cut off a leaf that is in no order any more, and its root too if that was the last one."""
-        parent = leaf.parent
-        assert parent is not None
-        assert not leaf.children
-        if self._observer is not None:
-            tell_eviction(self._observer, leaf, now)
-        first_page = leaf.edge[: self.page_bytes]
-        del parent.children[first_page]
-        self.evicted.remember(parent.serial, first_page, now, leaf.uses)
-        leaf.epoch = EVICTED
-        self.num_nodes -= 1
-        if parent.parent is None and not parent.children:
-            del self.roots[parent.namespace]
-        for component in self.components:
-            component.drop(leaf)
-
-    def _drop_useless(self, node: TreeNode | None, now: float) -> list[TreeNode]:
-        """Drop `node`, and then those above it, while it is an unlocked leaf that lacks a part: none could match it."""
-        dropped = []
-        while node is not None and node.parent is not None and not node.children and not node.lock_ref:
-            if all(node in component.parts for component in self.components):
-                break
-            self.order.remove(node)
-            self._drop(node, now)
-            dropped.append(node)
-            node = node.parent
-        return dropped
-
-    def _left(self, dropped: list[TreeNode]) -> np.ndarray:
-        """(n,) int32: the pages of dropped nodes, which are the tree's no more."""
-        if not dropped:
-            return NO_PAGES
-        pages = joined([node.pages for node in dropped])
-        self.evictable_pages -= pages.size
-        self.owned.release(pages)
-        if self._events is not None:
-            self._events.removed(page_hashes=[each for node in dropped for each in node.hashes])
-        return pages
 
     def _refresh(self, node: TreeNode, hits: int) -> list[np.ndarray]:
         """Make the path to `node` the most recent, deepest first, and add to its hits.

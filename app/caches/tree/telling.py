@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from app.caches.base import EVICTED_HEAD_TOKENS, EventSink, EvictionObserver
 from app.caches.tree.node import TreeNode
-from app.core.keys import TOKEN_BYTES, page_hashes
+from app.core.keys import TOKEN_BYTES, Namespace, page_hashes
 
 
-def announce(events: EventSink, parent: TreeNode, leaf: TreeNode, page_size: int) -> None:
-    """A new leaf, which gets its hashes here."""
+def announce(
+    events: EventSink, parent: TreeNode, leaf: TreeNode, seed: Callable[[Namespace], bytes], page_size: int
+) -> None:
+    """A new leaf, which gets its hashes here; `seed` starts the chain of its namespace."""
     above = parent.hashes[-1] if parent.hashes else None
-    leaf.hashes = page_hashes(above or leaf.namespace.seed(), leaf.edge, page_size)
+    leaf.hashes = page_hashes(above or seed(leaf.namespace), leaf.edge, page_size)
     events.stored(namespace=leaf.namespace, parent_hash=above, page_hashes=leaf.hashes, raw=leaf.edge)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, NewType
 
 from app.errors import IntegrityError
 from app.hicache.storage.base import Buffer, Deadline, Got, Operation, PageKey
+from app.hicache.storage.value import ValueCodec
 
 Ticket = NewType("Ticket", int)
 
@@ -44,6 +45,7 @@ class Chunk:
     deadline: Deadline
     num_bytes: int
     arrived: Arrived
+    codec: ValueCodec | None = None  # of a GET or a SET: of the values
     state: ChunkState = ChunkState.QUEUED
 
 

@@ -20,11 +20,10 @@ Call = Callable[[Sequence[int]], list[Got]]
 
 
 class StorageVerbs:
-    """One storage behind its codec. Never raises: a backend that raises, or answers for too few keys, is a FAULT."""
+    """One storage behind codecs. Never raises: a backend that raises, or answers for too few keys, is a FAULT."""
 
-    def __init__(self, storage: HiCacheStorage, codec: ValueCodec) -> None:
+    def __init__(self, storage: HiCacheStorage) -> None:
         self._storage = storage
-        self._codec = codec
         self._preparing: dict[Operation, Callable[[Chunk], Call]] = {
             Operation.EXISTS: self._exists,
             Operation.GET: self._get,
@@ -58,10 +57,14 @@ class StorageVerbs:
         return call
 
     def _get(self, chunk: Chunk) -> Call:
+        codec = _codec_of(chunk)
+
         def call(positions: Sequence[int]) -> list[Got]:
             keys = [chunk.keys[position] for position in positions]
             found = self._storage.get(keys, chunk.deadline)
-            results = [self._decoded(key, got) for key, got in zip(keys, found, strict=True)]
+            results = [
+                got if got.value is None else codec.decode(key, got.value) for key, got in zip(keys, found, strict=True)
+            ]
             bad = [key for key, got in zip(keys, results, strict=True) if got.outcome in BAD_VALUES]
             if bad:
                 self._storage.delete(bad, chunk.deadline)
@@ -70,9 +73,9 @@ class StorageVerbs:
         return call
 
     def _set(self, chunk: Chunk) -> Call:
+        codec = _codec_of(chunk)
         values = [
-            (key, self._codec.encode(key, bytes(payload)))
-            for key, payload in zip(chunk.keys, chunk.payloads, strict=True)
+            (key, codec.encode(key, bytes(payload))) for key, payload in zip(chunk.keys, chunk.payloads, strict=True)
         ]
 
         def call(positions: Sequence[int]) -> list[Got]:
@@ -87,9 +90,6 @@ class StorageVerbs:
 
         return call
 
-    def _decoded(self, key: PageKey, got: Got) -> Got:
-        return got if got.value is None else self._codec.decode(key, got.value)
-
     def _store(self, values: Sequence[tuple[PageKey, Parts]], deadline: Deadline) -> list[Outcome]:
         """Write what is not there. A key stands for its content, so what is there need not be written again."""
         keys = [key for key, _ in values]
@@ -100,3 +100,8 @@ class StorageVerbs:
             stored = self._storage.set(absent, deadline)
             outcomes |= dict(zip((key for key, _ in absent), stored, strict=True))
         return [outcomes[key] for key in keys]
+
+
+def _codec_of(chunk: Chunk) -> ValueCodec:
+    assert chunk.codec is not None, "a GET or a SET has a codec"
+    return chunk.codec

@@ -45,7 +45,8 @@ class WorkerLimits:
     """How much a storage tier may do at the same time, and for how long it is waited for."""
 
     concurrency: int = 4  # threads, each with one call to the storage
-    pages_per_call: int = 8
+    pages_per_call: int = 8  # of a read or a write
+    keys_per_call: int = 256  # where no value moves
     max_queued_chunks: int = 1024  # of reads, and as many of writes
     max_queued_bytes: int = 512 * 2**20  # likewise
     max_attempts: int = 3
@@ -68,16 +69,15 @@ class WorkerLoad:
 
 
 class StorageWorkers:
-    """The owner of one storage. Safe from any thread.
+    """The owner of one storage, whose values may be of several kinds: of each codec. Safe from any thread.
 
     A callback gets an Arrival as soon as a few pages have come, in a worker's thread, or in the caller's own for what
     is refused at once. It must be quick and raise nothing; the `put` of a queue is a good one.
     """
 
-    def __init__(self, storage: HiCacheStorage, codec: ValueCodec, limits: WorkerLimits | None = None) -> None:
+    def __init__(self, storage: HiCacheStorage, limits: WorkerLimits | None = None) -> None:
         """Starts the threads. `storage` is closed by `close`."""
         self._storage = storage
-        self._codec = codec
         self._limits = limits = limits or WorkerLimits()
         self._lock = threading.Lock()  # guards everything below
         self._work = threading.Condition(self._lock)  # a chunk waits, or all is over
@@ -95,7 +95,7 @@ class StorageWorkers:
         self._counters = StorageCounters()
         self._is_closing = False
         self._stopped = threading.Event()
-        self._verbs = StorageVerbs(storage, codec)
+        self._verbs = StorageVerbs(storage)
         names = [("storage-deadlines", self._watch_deadlines)]
         names += [(f"storage-{index}", self._serve_queues) for index in range(limits.concurrency)]
         # Daemons: a storage that never answers must not keep the process alive.
@@ -105,23 +105,35 @@ class StorageWorkers:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def get(self, keys: Sequence[PageKey], arrived: Arrived, deadline: Deadline) -> Ticket:
-        """Read pages. A HIT comes with the payload, (page bytes,) uint8, which nobody writes to; all else is a miss."""
-        return self._submit(Operation.GET, keys, (), arrived, deadline)
+    def get(self, codec: ValueCodec, keys: Sequence[PageKey], arrived: Arrived, deadline: Deadline) -> Ticket:
+        """Read pages that `codec` is of. A HIT comes with the payload, (page bytes,) uint8, which nobody writes to.
+
+        All else is a miss.
+        """
+        return self._submit(Operation.GET, keys, (), arrived, deadline, codec)
 
     def exists(self, keys: Sequence[PageKey], arrived: Arrived, deadline: Deadline) -> Ticket:
         """HIT for each key that has a value, good or not."""
         return self._submit(Operation.EXISTS, keys, (), arrived, deadline)
 
-    def set(self, keys: Sequence[PageKey], payloads: Sequence[Buffer], arrived: Arrived, deadline: Deadline) -> Ticket:
-        """Write pages, each (page bytes,) uint8 and contiguous: STORED, or PRESENT where there was a value already.
+    def set(
+        self,
+        codec: ValueCodec,
+        keys: Sequence[PageKey],
+        payloads: Sequence[Buffer],
+        arrived: Arrived,
+        deadline: Deadline,
+    ) -> Ticket:
+        """Write pages that `codec` is of, each (page bytes,) uint8 and contiguous.
+
+        STORED, or PRESENT where there was a value already.
 
         The payloads are read until the page's arrival and not after: what the storage reads is a copy of its own.
         """
-        wrong = [len(payload) for payload in payloads if len(payload) != self._codec.payload_bytes]
+        wrong = [len(payload) for payload in payloads if len(payload) != codec.payload_bytes]
         if wrong or len(keys) != len(payloads):
-            raise ValueError(f"{len(keys)} keys need as many pages of {self._codec.payload_bytes} bytes, not {wrong}")
-        return self._submit(Operation.SET, keys, payloads, arrived, deadline)
+            raise ValueError(f"{len(keys)} keys need as many pages of {codec.payload_bytes} bytes, not {wrong}")
+        return self._submit(Operation.SET, keys, payloads, arrived, deadline, codec)
 
     def delete(self, keys: Sequence[PageKey], arrived: Arrived, deadline: Deadline) -> Ticket:
         return self._submit(Operation.DELETE, keys, (), arrived, deadline)
@@ -131,6 +143,10 @@ class StorageWorkers:
         with self._lock:
             chunks = [each for each in self._live if each.ticket == ticket and self._may_cancel(each)]
         self._settle_all(chunks, Outcome.CANCELLED)
+
+    def clear(self, deadline: Deadline) -> int:
+        """Delete every value of ours, in the caller's thread, past all queues. -> how many."""
+        return self._storage.clear(deadline)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -205,15 +221,17 @@ class StorageWorkers:
         payloads: Sequence[Buffer],
         arrived: Arrived,
         deadline: Deadline,
+        codec: ValueCodec | None = None,
     ) -> Ticket:
         refused: list[tuple[Chunk, Outcome]] = []
-        step = self._limits.pages_per_call
+        step = self._limits.keys_per_call if codec is None else self._limits.pages_per_call
+        value_bytes = 0 if codec is None else codec.value_bytes
         with self._lock:
             ticket = Ticket(next(self._numbers))
             for first in range(0, len(keys), step):
                 here = slice(first, first + step)
-                num_bytes = self._page_bytes(operation) * len(keys[here])
-                chunk = Chunk(operation, ticket, first, keys[here], payloads[here], deadline, num_bytes, arrived)
+                num_bytes = value_bytes * len(keys[here])
+                chunk = Chunk(operation, ticket, first, keys[here], payloads[here], deadline, num_bytes, arrived, codec)
                 refusal = self._refusal(chunk)
                 if refusal is None:
                     self._enqueue(chunk)
@@ -223,9 +241,6 @@ class StorageWorkers:
         for chunk, refusal in refused:
             self._settle_all([chunk], refusal)
         return ticket
-
-    def _page_bytes(self, operation: Operation) -> int:
-        return self._codec.value_bytes if operation in (Operation.GET, Operation.SET) else 0
 
     def _refusal(self, chunk: Chunk) -> Outcome | None:
         if self._is_closing:
@@ -267,7 +282,8 @@ class StorageWorkers:
         chunk.state = ChunkState.SETTLED
         self._live.discard(chunk)
         self._num_telling += 1
-        self._counters.count(chunk.operation, [each.outcome for each in results], self._codec.payload_bytes)
+        page_bytes = 0 if chunk.codec is None else chunk.codec.payload_bytes
+        self._counters.count(chunk.operation, [each.outcome for each in results], page_bytes)
         return True
 
     def _tell(self, chunk: Chunk, results: Sequence[Got]) -> None:

@@ -153,3 +153,45 @@ def test_order_of_registration_does_not_change_the_default() -> None:
 )
 def test_the_reason_is_told_in_words(model: str, settings: dict[str, Any], words: str) -> None:
     assert words in choose(model, NOW, **settings).reason
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill"])
+@pytest.mark.parametrize("cache_type", [None, "unified_radix_cache"])
+@pytest.mark.parametrize("model", MODELS)
+def test_with_tiers_every_model_gets_the_cache_that_has_them(mode: str, cache_type: str | None, model: str) -> None:
+    chosen = choose(model, LATER, enable_hierarchical_cache=True, cache_type=cache_type, disaggregation_mode=mode)
+
+    assert chosen.name == "unified_radix_cache"
+
+
+@pytest.mark.parametrize("cache_type", ["chunk_cache", "radix_cache", "from_outside", "never_registered"])
+def test_tiers_below_another_type_are_refused_by_both_flags_without_a_model(cache_type: str) -> None:
+    args = ServerArgs(enable_hierarchical_cache=True, cache_type=cache_type)
+
+    with pytest.raises(CacheTypeConflictError) as caught:
+        check_combination(args, {*LATER, "from_outside"})
+
+    assert str(caught.value) == (
+        f"--cache-type='{cache_type}' cannot be combined with --enable-hierarchical-cache=True: "
+        "unified_radix_cache has tiers below the device, and that type has none"
+    )
+
+
+def test_tiers_on_a_decode_node_are_refused_by_both_flags() -> None:
+    args = ServerArgs(enable_hierarchical_cache=True, disaggregation_mode="decode")
+
+    with pytest.raises(CacheTypeConflictError) as caught:
+        check_combination(args, LATER)
+
+    assert str(caught.value) == (
+        "--disaggregation-mode='decode' cannot be combined with --enable-hierarchical-cache=True: "
+        "unified_radix_cache has tiers below the device, and chunk_cache has none"
+    )
+
+
+def test_tiers_never_fall_back_to_a_type_without_them() -> None:
+    with pytest.raises(UnknownCacheTypeError, match="unified_radix_cache"):
+        choose("full", NOW, enable_hierarchical_cache=True)
+    narrow = {**NOW, "unified_radix_cache": frozenset({FULL})}
+    with pytest.raises(ConfigError, match=r"--cache-type='unified_radix_cache' .* it has no swa component"):
+        choose("window", narrow, enable_hierarchical_cache=True)

@@ -83,3 +83,23 @@ def test_seeds_are_equal_only_for_equal_identities_and_namespaces(
     one: tuple[StorageIdentity, Namespace], other: tuple[StorageIdentity, Namespace]
 ) -> None:
     assert (one[0].seed(one[1]) == other[0].seed(other[1])) == (one == other)
+
+
+hashes = st.binary(min_size=32, max_size=32)
+
+
+@given(one=st.tuples(identities, hashes), other=st.tuples(identities, hashes))
+def test_keys_beside_pages_are_equal_only_for_equal_pools_and_pages(
+    one: tuple[StorageIdentity, bytes], other: tuple[StorageIdentity, bytes]
+) -> None:
+    assert (one[0].part_keys([one[1]]) == other[0].part_keys([other[1]])) == (one == other)
+
+
+def test_keys_beside_pages_do_not_change_between_restarts_and_are_no_keys_of_pages() -> None:
+    of_pages = keys(IDENTITY, DEFAULT_NAMESPACE)
+    window = replace(IDENTITY, layout="window")
+
+    beside = window.part_keys(of_pages)
+
+    assert beside[0].hex() == "c28508b1b64c6f7cc0824fd7b33c410f6e8aa83a7eada67df84a010203104847"
+    assert len({*beside, *of_pages, *IDENTITY.part_keys(of_pages)}) == 3 * len(of_pages)

@@ -66,10 +66,10 @@ class Desk:
 
     def set(self, *numbers: int, deadline: float | None = None) -> Ticket:
         pages = [payload(number) for number in numbers]
-        return self.asked(self.workers.set(keys(numbers), pages, self.arrivals.put, deadline or soon()))
+        return self.asked(self.workers.set(codec(), keys(numbers), pages, self.arrivals.put, deadline or soon()))
 
     def get(self, *numbers: int, deadline: float | None = None) -> Ticket:
-        return self.asked(self.workers.get(keys(numbers), self.arrivals.put, deadline or soon()))
+        return self.asked(self.workers.get(codec(), keys(numbers), self.arrivals.put, deadline or soon()))
 
     def exists(self, *numbers: int) -> Ticket:
         return self.asked(self.workers.exists(keys(numbers), self.arrivals.put, soon()))
@@ -117,8 +117,9 @@ def desk() -> Iterator[Callable[..., Desk]]:
     desks: list[Desk] = []
 
     def opening(storage: HiCacheStorage, **limits: object) -> Desk:
-        chosen = WorkerLimits(**{"concurrency": 2, "pages_per_call": 2, "backoff_s": 0.001, **limits})  # type: ignore[arg-type]
-        desks.append(Desk(StorageWorkers(storage, codec(), chosen)))
+        small = {"concurrency": 2, "pages_per_call": 2, "keys_per_call": 2, "backoff_s": 0.001}
+        chosen = WorkerLimits(**{**small, **limits})  # type: ignore[arg-type]
+        desks.append(Desk(StorageWorkers(storage, chosen)))
         return desks[-1]
 
     yield opening
@@ -277,7 +278,7 @@ def test_the_callers_bytes_are_free_when_a_write_is_given_up(desk: Callable[...,
     mine = desk(silent, max_failures=100)
     page = bytearray(payload(1))
 
-    mine.asked(mine.workers.set([key(1)], [page], mine.arrivals.put, time.monotonic() + 0.05))
+    mine.asked(mine.workers.set(codec(), [key(1)], [page], mine.arrivals.put, time.monotonic() + 0.05))
     assert mine.outcomes(1) == [Outcome.LATE]
     page[:] = bytes(len(page))
     silent.release()
@@ -381,7 +382,7 @@ def test_a_callback_that_raises_harms_nobody(desk: Callable[..., Desk], memory: 
         raise RuntimeError("a bug of the caller's")
 
     with capture_logs() as logs:
-        mine.workers.get([key(1)], raising, soon())
+        mine.workers.get(codec(), [key(1)], raising, soon())
         assert mine.workers.wait_idle(LIMIT_S)
 
     assert [each["event"] for each in logs] == ["storage_callback_failed"]
@@ -523,9 +524,9 @@ def test_pages_of_a_wrong_size_are_refused_before_anything_is_queued(
     mine = desk(memory)
 
     with pytest.raises(ValueError, match="2 keys need as many pages of 1000 bytes, not \\[3\\]"):
-        mine.workers.set([key(1), key(2)], [payload(1), b"bad"], mine.arrivals.put, soon())
+        mine.workers.set(codec(), [key(1), key(2)], [payload(1), b"bad"], mine.arrivals.put, soon())
     with pytest.raises(ValueError, match="2 keys"):
-        mine.workers.set([key(1), key(2)], [payload(1)], mine.arrivals.put, soon())
+        mine.workers.set(codec(), [key(1), key(2)], [payload(1)], mine.arrivals.put, soon())
 
 
 def test_many_callers_at_once_each_get_their_own(desk: Callable[..., Desk], memory: MemoryStorage) -> None:

@@ -57,7 +57,9 @@ def test_freed_snapshots_are_handed_out_again(allocator) -> None:
     states = StateSlots(allocator=allocator)
     held = allocator.allocate(3)
     allocator.port.free(held[:1])
-    assert states.reserve(plan(True, True, free_states=held[:1])).tolist() == [held[0], 0]
+    wanted = plan(True, True, free_states=held[:1])
+    states.begin(wanted)
+    assert states.reserve(wanted).tolist() == [held[0], 0]
 
 
 def test_what_is_not_the_plans_to_name_is_refused(allocator) -> None:

@@ -12,6 +12,7 @@ from app.core.handles import CacheIdentity, Generation, RuntimeId
 from app.models.sampler import SampledTokens
 from app.runtime.dispatch import SectionResult
 from app.runtime.step_handle import LocalStepHandle
+from app.runtime.tier_moves import NoTierMoves
 
 IDENTITY = CacheIdentity(RuntimeId("test"), Generation(1))
 
@@ -75,6 +76,9 @@ def make_handle(owner: Owner, *sections: SectionResult, extend_samples: np.ndarr
         identity=lambda: IDENTITY,
         on_read=owner.read.append,
         on_failure=owner.lose_pool,
+        collect_ends=tuple,
+        moves=NoTierMoves(),
+        wait_s=0.0,
     )
     owner.handle = handle
     handle.started(list(sections))

@@ -28,9 +28,9 @@ from app.tpu.program import Program
 from tests.support.compiling import compiled_programs
 from tests.support.tiny_llama import files_of, tiny_llama
 
-# Sizes of no other test, so that none of its programs was compiled before. A page is 128 wide, as its copies want it.
+# Sizes of no other test, so that none of its programs was compiled before.
 MODEL = tiny_llama(vocab_size=269, context_length=136, num_kv_heads=2, head_dim=32)
-SIZES = StepSizes(num_rows=7, max_pages=17, batch=8, context_pages=16, chunk_tokens=64, copied_pages=4)
+SIZES = StepSizes(num_rows=7, max_pages=17, batch=8, context_pages=16, chunk_tokens=64)
 ARGS = ServerArgs(page_size=8, max_total_tokens=1024, max_running_requests=7, chunked_prefill_size=64, device="cpu")
 LATER = {"backup", "restore"}  # what no runtime calls yet
 ALLOCATING = {"broadcast_in_dim", "convert_element_type"}  # the penalty tables, when the first request needs them

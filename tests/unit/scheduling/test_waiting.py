@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from app.caches.tiers.ports import NO_TIERS, CacheTiers
 from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey
 from app.core.sampling import SamplingParams
 from app.scheduling.request import Request, Sequence
@@ -23,6 +24,7 @@ class Cache:
     reuses_prefixes: bool = True
     page_size: int = PAGE_SIZE
     probes: int = 0
+    tiers: CacheTiers = NO_TIERS
 
     def probe(self, key: RadixKey) -> int:
         self.probes += 1

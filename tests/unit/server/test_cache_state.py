@@ -123,6 +123,7 @@ def test_the_pages_of_a_tier_are_those_of_the_ledger_and_add_up(rig: Rig) -> Non
         "cached_locked": {"pages": 2, "tokens": 8},
         "cached_unlocked": {"pages": 2, "tokens": 8},
         "held_by_requests": {"pages": 4, "tokens": 16},
+        "restoring": {"pages": 0, "tokens": 0},
         "free": {"pages": 24, "tokens": 96},
     }
     ledger = {name: pages.size for name, pages in rig.adapter.ledger().items()}
@@ -142,6 +143,7 @@ def test_counted_pages_equal_the_ledger_through_a_requests_life(cache_type: type
             ledger["cached_evictable"].size,
             ledger["cached_protected"].size,
             ledger["requests"].size,
+            ledger["restoring"].size,
         )
 
     # then, at each point

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from app.tpu.compiled import CompiledFacts, compile_facts
-from app.tpu.gate import broken_collectives, broken_donation, broken_fit, broken_temporaries
+from app.tpu.gate import broken_collectives, broken_donation, broken_fit, broken_host_memory, broken_temporaries
 from app.tpu.mesh import make_mesh
 from app.tpu.program import Program, from_host, replicated
 
@@ -82,3 +82,14 @@ def test_what_a_program_needs_counts_what_it_writes_in_place_once() -> None:
     assert FACTS.total_bytes == 1000 + 600 - 500 + 50
     assert broken_fit(FACTS, 1150) == []
     assert broken_fit(FACTS, 1149) == ["step: needs 1,150 bytes of a device that has 1,149"]
+
+
+def test_what_a_program_reads_and_leaves_in_host_memory_is_what_it_must() -> None:
+    moving = replace(FACTS, host_argument_bytes=64, host_output_bytes=32)
+
+    assert broken_host_memory(moving, read_bytes=64, left_bytes=32) == []
+    assert broken_host_memory(FACTS, read_bytes=0, left_bytes=0) == []
+    assert broken_host_memory(moving, read_bytes=65, left_bytes=0) == [
+        "step: reads 64 bytes in host memory, not 65",
+        "step: leaves 32 bytes in host memory, not 0",
+    ]

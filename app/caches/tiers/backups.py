@@ -1,0 +1,327 @@
+"""Copies from the device to the host: which prefixes, when, and what became of them.
+
+    offered (published, matched often) --.
+                                          >-- draft --> sent --> landed: the host tree's
+    leaving (eviction is about to take) -'      `-- refused: as before      `-- failed, late: freed
+
+An offer is a key: what it means in pages is found out when a plan is made, so that nothing stays pinned for it. What
+leaves is read at once, for its pages are freed by the very plan that copies them, and lost if that has no room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from app.caches.base import InsertResult, LockReceipt, MatchResult
+from app.caches.component_cache import ComponentCache
+from app.caches.tiers.backup_pace import BackupPace
+from app.caches.tiers.coming import lack
+from app.caches.tiers.counters import TierTally
+from app.caches.tiers.host_cache import HostCache
+from app.caches.tiers.needs import Lack, Needs
+from app.caches.tiers.span import Span
+from app.caches.tree.node import TreeNode
+from app.caches.tree.reading import key_of_node, upwards_from
+from app.config.tier_settings import TierSettings
+from app.core.keys import RadixKey
+from app.core.transfers import Backup, PageCounts, PageIds, TierLimits, TransferEnd
+
+MAX_OFFERS = 1024
+MAX_OFFERS_A_PLAN = 64
+_ENDS_TRIED = 32  # of those that a prefix can be cut to, so that it fits
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Device pages that the next plan frees, and what they hold: `span` of `key`."""
+
+    key: RadixKey
+    span: Span
+
+
+@dataclass(slots=True)
+class BackupUnderWay:
+    """span: of device pages. receipt: of the host pages before it. host_ids: once prepared."""
+
+    number: int
+    key: RadixKey
+    span: Span
+    receipt: LockReceipt
+    is_leaving: bool
+    host_ids: PageIds | None = None
+
+    def ids(self) -> PageIds:
+        assert self.host_ids is not None
+        return self.host_ids
+
+
+class Backups:
+    """Single-threaded. Device pages are never held for a backup; host pages are from prepare to its end."""
+
+    def __init__(
+        self,
+        *,
+        device: ComponentCache,
+        host: HostCache,
+        needs: Needs,
+        settings: TierSettings,
+        limits: TierLimits,
+        numbers: Iterator[int],
+        tally: TierTally,
+    ) -> None:
+        self.pace = BackupPace(limits.staging_bytes)
+        self.bytes_in_flight = 0
+        self._device = device
+        self._host = host
+        self._needs = needs
+        self._limits = limits
+        self._numbers = numbers
+        self._tally = tally
+        self._policy = settings.write_policy
+        self._min_hits = settings.write_min_hits if settings.write_policy == "write_through_selective" else 0
+        self._offers: deque[RadixKey] = deque()
+        self._last_offer: RadixKey | None = None
+        self._leaving: list[Leaving] = []
+        self._leaving_pages = 0
+        self._covered: set[TreeNode] = set()  # their pages are in what is leaving, or on the host
+        self._drafted: list[tuple[BackupUnderWay, Leaving | None]] = []
+        self._sent: dict[int, BackupUnderWay] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._offers) + len(self._leaving)
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._sent)
+
+    # -- what the cache tells
+
+    def published(self, key: RadixKey, result: InsertResult) -> None:
+        if self._policy != "write_through" or not result.num_tokens:
+            return
+        is_new = sum(count for _, count in result.duplicates) < result.pages.size
+        if is_new or not self._needs.is_plain:
+            self._offer(key.head(result.num_tokens))
+
+    def matched(self, key: RadixKey, found: MatchResult) -> None:
+        if self._min_hits and found.num_tokens and found.node.uses >= self._min_hits and key is not self._last_offer:
+            self._last_offer = key  # a request that waits is matched again and again with the same key
+            self._offer(key.head(found.num_tokens))
+
+    def leaving(self, node: TreeNode) -> None:
+        """O(tokens of its path), once for each leaf that goes; O(1) for what goes with it."""
+        if node.uses < self._min_hits or (self._needs.is_plain and node in self._covered):
+            return
+        if self._limits.num_bytes(PageCounts(self._leaving_pages)) > self._limits.staging_bytes:
+            self._tally.backup_drops["staging_full"] += 1
+            return
+        key = key_of_node(node)
+        num_pages = key.num_tokens // self._needs.page_size
+        lacking = lack(
+            self._host,
+            self._needs,
+            chain(self._under_way(), self._leaving),
+            key,
+            num_pages,
+            partial(self._device.span_to, node),
+        )
+        if self._needs.is_plain:
+            for above in upwards_from(node):
+                if above in self._covered:
+                    break
+                self._covered.add(above)
+        part = None if lacking is None else self._longest(lacking, num_pages, self._limits.staging_bytes)
+        if part is None:
+            self._host.refresh(key)
+            return
+        self._leaving_pages += part.num_pages
+        self._leaving.append(Leaving(self._head(key, part.end), part))
+
+    # -- plans
+
+    def draft(self, *, restoring_bytes: int) -> tuple[Backup, ...]:
+        """What the next plan begins. While restores are under way, only what would be lost otherwise."""
+        self.refused()  # of a plan that was never sent
+        self._covered.clear()
+        self._leaving_pages = 0
+        room = self._limits.staging_bytes - self.bytes_in_flight - restoring_bytes
+        leaving, self._leaving = self._leaving, []
+        # All of their parents first: making room for one must not evict those of another.
+        locked = [(each, self._lock_parents(each.key, each.span)) for each in leaving]
+        for each, receipt in locked:
+            room -= self._bytes(self._begin(each.key, self._cut(each.span, room), receipt, each))
+        if not restoring_bytes:
+            self._draft_offers(room)
+        return tuple(Backup(number=begun.number, source=begun.span.ids()) for begun, _ in self._drafted)
+
+    def prepared(self, given: tuple[PageIds | None, ...]) -> None:
+        for (begun, _), ids in zip(self._drafted, given, strict=True):
+            if ids is None:
+                self._host.unlock(begun.receipt)
+                self._tally.backup_drops["refused"] += 1
+                continue
+            begun.host_ids = ids
+            self._sent[begun.number] = begun
+            self.bytes_in_flight += self._bytes(begun.span)
+        self._drafted.clear()
+
+    def refused(self) -> None:
+        """The plan was not prepared, so what it was to free is there yet: all goes with the next."""
+        if not self._drafted:
+            return
+        offered = [begun.key for begun, left in self._drafted if left is None]
+        self._offers.extendleft(reversed(offered))
+        self._leaving = [left for _, left in self._drafted if left is not None] + self._leaving
+        self._forget_draft()
+
+    def ended(self, end: TransferEnd) -> tuple[RadixKey, Span] | None:
+        """One of `sends` ended. -> what the host tree adopted, and of which key; None if nothing."""
+        begun = self._sent.pop(end.number)
+        self.bytes_in_flight -= self._bytes(begun.span)
+        landed = None
+        if end.failure is None:
+            adopted = self._host.insert(begun.key, begun.span.filled(begun.ids()))
+            if not begun.is_leaving and self._device.num_present(begun.key) == begun.span.end:
+                self._host.spare(begun.key)
+            if adopted.num_pages:
+                landed = begun.key, adopted
+            else:
+                self._tally.backup_drops["unusable"] += 1
+            self._tally.backed_up_tokens += int(np.count_nonzero(adopted.pages)) * self._needs.page_size
+            self._tally.backed_up_bytes += end.num_bytes
+            self._tally.backup_s += end.seconds
+        else:
+            self._host.free(begun.ids())
+            self._tally.backup_drops[end.failure] += 1
+        self._host.unlock(begun.receipt)
+        return landed
+
+    def sends(self, number: int) -> bool:
+        """Whether that is a backup under way."""
+        return number in self._sent
+
+    def forget_waiting(self) -> None:
+        """Nothing that waits is wanted any more, or means anything."""
+        self._offers.clear()
+        self._leaving.clear()
+        self._covered.clear()
+        self._leaving_pages = 0
+        self._last_offer = None
+        self._forget_draft()
+
+    def lose_host(self) -> None:
+        """The host pools are gone, and with them what was under way to them, and every receipt."""
+        self._drafted.clear()
+        self._sent.clear()
+        self.bytes_in_flight = 0
+        self.forget_waiting()
+
+    def in_flight_ids(self) -> list[PageIds]:
+        """Host pages that are being written."""
+        return [begun.ids() for begun in self._sent.values()]
+
+    # -- within
+
+    def _offer(self, key: RadixKey) -> None:
+        if len(self._offers) >= MAX_OFFERS:
+            self._tally.backup_drops["queue_full"] += 1
+            return
+        self._offers.append(key)
+
+    def _under_way(self) -> Iterator[BackupUnderWay]:
+        yield from self._sent.values()
+        for begun, _ in self._drafted:
+            yield begun
+
+    def _draft_offers(self, room: int) -> None:
+        """Those that wait longest, as many as the pace allows; one of them whatever its length."""
+        allowed = self.pace.take() if self._offers else 0
+        least = self._limits.page_bytes.pages if self._needs.is_plain else room
+        for _ in range(min(len(self._offers), MAX_OFFERS_A_PLAN)):
+            if allowed <= 0:
+                return
+            key = self._offers.popleft()
+            lacking = self._lack_of(key)
+            if lacking is None:
+                continue
+            num_pages = key.num_tokens // self._needs.page_size
+            span = self._longest(lacking, num_pages, min(room, max(allowed, least)))
+            if span is None:
+                if self._longest(lacking, num_pages, self._limits.staging_bytes) is not None:
+                    self._offers.appendleft(key)  # it would fit if less were under way
+                    return
+                continue
+            span = self._begin(key, span, self._lock_parents(key, span), None)
+            if not span.num_pages:
+                continue
+            if span.end < num_pages and self._needs.is_plain:
+                self._offers.append(key)  # the rest, another time
+            num_bytes = self._bytes(span)
+            room, allowed, least = room - num_bytes, allowed - num_bytes, 0
+
+    def _lack_of(self, key: RadixKey) -> Lack | None:
+        num_pages = key.num_tokens // self._needs.page_size
+        read = partial(self._device.span, key)
+        return lack(self._host, self._needs, self._under_way(), key, num_pages, read)
+
+    def _longest(self, lacking: Lack, num_pages: int, room: int) -> Span | None:
+        """What makes the longest prefix usable on the host that takes no more than `room` bytes.
+
+        None if there is no such, or nothing is lacking.
+        """
+        ends = lacking.ends(self._needs, num_pages)
+        if not ends.size:
+            return None
+        if self._needs.is_plain:
+            span = self._cut(lacking.part(self._needs, int(ends[-1])), room)
+            return span if span.num_pages else None
+        for end in ends[: -1 - _ENDS_TRIED : -1].tolist():
+            span = lacking.part(self._needs, end)
+            if span.num_pages and self._bytes(span) <= room:
+                return span
+        return None
+
+    def _cut(self, span: Span, room: int) -> Span:
+        """To so many bytes: nothing of it, if it is not usable in part."""
+        if self._needs.is_plain:
+            return span.head(max(room, 0) // self._limits.page_bytes.pages)
+        return span if self._bytes(span) <= room else span.head(0)
+
+    def _lock_parents(self, key: RadixKey, span: Span) -> LockReceipt:
+        return self._host.hold(key.head(span.first * self._needs.page_size))
+
+    def _begin(self, key: RadixKey, span: Span, receipt: LockReceipt, left: Leaving | None) -> Span:
+        """Draft a backup of as much of `span` as the host can make room for. -> that."""
+        if not span.num_pages:
+            return self._not_begun("staging_full", span, receipt)
+        if self._needs.is_plain:
+            span = span.head(self._host.reachable().pages)
+        if not span.num_pages or not self._host.make_room(span.counts()):
+            return self._not_begun("no_room", span, receipt)
+        begun = BackupUnderWay(next(self._numbers), self._head(key, span.end), span, receipt, left is not None)
+        self._drafted.append((begun, left))
+        return span
+
+    def _not_begun(self, reason: str, span: Span, receipt: LockReceipt) -> Span:
+        self._tally.backup_drops[reason] += 1
+        self._host.unlock(receipt)
+        return span.head(0)
+
+    def _head(self, key: RadixKey, num_pages: int) -> RadixKey:
+        num_tokens = num_pages * self._needs.page_size
+        return key if key.num_tokens == num_tokens else key.head(num_tokens)
+
+    def _forget_draft(self) -> None:
+        for begun, _ in self._drafted:
+            self._host.unlock(begun.receipt)
+        self._drafted.clear()
+
+    def _bytes(self, span: Span) -> int:
+        return self._limits.num_bytes(span.counts())

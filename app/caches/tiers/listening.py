@@ -1,0 +1,41 @@
+"""What a cache tells the tiers below it while it works."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from app.caches.base import InsertResult, MatchResult
+from app.caches.tree.node import TreeNode
+from app.core.keys import RadixKey
+
+
+class TierListener(Protocol):
+    """Called on the cache's own thread, in the middle of its work: it must be quick and must not call the cache."""
+
+    def published(self, key: RadixKey, result: InsertResult) -> None:
+        """`insert` did this."""
+        ...
+
+    def matched(self, key: RadixKey, found: MatchResult) -> None:
+        """`match` found this."""
+        ...
+
+    def leaving(self, node: TreeNode) -> None:
+        """Eviction is about to take this node, or a part of it; all of its path is there yet."""
+        ...
+
+
+class NobodyListens:
+    """There are no tiers."""
+
+    def published(self, key: RadixKey, result: InsertResult) -> None:
+        """Nobody wants it."""
+
+    def matched(self, key: RadixKey, found: MatchResult) -> None:
+        """Nobody wants it."""
+
+    def leaving(self, node: TreeNode) -> None:
+        """Nobody wants it."""
+
+
+NOBODY_LISTENS = NobodyListens()

@@ -1,0 +1,54 @@
+"""Whether bringing a prefix back beats computing it, by rates as they were measured. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.caches.tiers.backup_pace import smoothed
+
+_TRY_AFTER = 32  # restores not taken in a row, so that a rate that was low once is measured again
+
+
+class Rates(NamedTuple):
+    """As measured; None before the first measurement."""
+
+    restored_bytes_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    step_s: float | None = None
+
+
+class RestoreChoice:
+    """Optimistic until it has seen a restore and a prompt computed."""
+
+    def __init__(self) -> None:
+        self.rates = Rates()
+        self._refused = 0
+
+    def is_worth(self, *, num_bytes: int, num_tokens: int) -> bool:
+        """To move so many bytes, and be admitted one step later, rather than to compute so many tokens. O(1)."""
+        bytes_per_s, tokens_per_s, step_s = self.rates
+        if bytes_per_s is None or tokens_per_s is None:
+            return True
+        if num_bytes / bytes_per_s + (step_s or 0.0) < num_tokens / tokens_per_s:
+            self._refused = 0
+            return True
+        self._refused += 1
+        if self._refused < _TRY_AFTER:
+            return False
+        self._refused = 0
+        return True
+
+    def note_restore(self, *, num_bytes: int, seconds: float) -> None:
+        """One landed."""
+        if num_bytes and seconds > 0:
+            rate = smoothed(self.rates.restored_bytes_per_s, num_bytes / seconds)
+            self.rates = self.rates._replace(restored_bytes_per_s=rate)
+
+    def note_step(self, *, prompt_tokens: int, seconds: float) -> None:
+        """A step took so long and computed so many tokens of prompts."""
+        if seconds <= 0:
+            return
+        self.rates = self.rates._replace(step_s=smoothed(self.rates.step_s, seconds))
+        if prompt_tokens:
+            rate = smoothed(self.rates.prompt_tokens_per_s, prompt_tokens / seconds)
+            self.rates = self.rates._replace(prompt_tokens_per_s=rate)

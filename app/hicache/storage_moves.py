@@ -1,0 +1,163 @@
+"""Stores, lookups and fetches under way: between host pages and the storage lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+
+from app.core.transfers import Fetch, Lookup, OfEachPool, PageCounts, PageIds, Store, TransferEnd, TransferPlan
+from app.hicache.counters import DirectionCounters, TierCounters
+from app.hicache.parts import NO_CONTENTS, fits
+from app.hicache.ports import LaneEnd, StorageLane
+from app.memory.host_kv_pool import HostKVPool
+from app.tpu.page_carrier import PageArrays, PageCarrier, PoolContents
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Move:
+    """contents: of a store that was not launched yet. target: host pages of a fetch."""
+
+    counters: DirectionCounters
+    num_pages: int
+    contents: PoolContents = NO_CONTENTS
+    target: PageIds | None = None
+
+
+class StorageMoves:
+    """reserve -> launch -> take_ends. What the lane cannot do is told as a failure by the lane itself."""
+
+    def __init__(
+        self,
+        *,
+        host_pool: HostKVPool,
+        carriers: OfEachPool[PageCarrier | None],
+        lane: StorageLane,
+        counters: TierCounters,
+    ) -> None:
+        self._host = host_pool
+        self._carriers = carriers
+        self._lane = lane
+        self._counters = counters
+        self._under_way: dict[int, _Move] = {}
+
+    def reserve_store(self, store: Store, contents: PoolContents) -> None:
+        """contents: of its source."""
+        num_pages = sum(store.source.counts())
+        self._under_way[store.number] = _Move(counters=self._counters.store, num_pages=num_pages, contents=contents)
+
+    def reserve_lookup(self, lookup: Lookup) -> None:
+        self._under_way[lookup.number] = _Move(counters=self._counters.lookup, num_pages=sum(map(len, lookup.keys)))
+
+    def reserve_fetch(self, fetch: Fetch) -> PageIds | None:
+        """Host pages for it; None, and it is refused, when there are too few."""
+        counts = PageCounts(*map(len, fetch.keys))
+        if not fits(counts, self._host.num_free()):
+            self._counters.fetch.num_refused += 1
+            return None
+        target = self._host.allocate(counts)
+        self._under_way[fetch.number] = _Move(counters=self._counters.fetch, num_pages=sum(counts), target=target)
+        return target
+
+    def undo(self, transfers: TransferPlan) -> None:
+        """What was reserved for this plan will not be launched."""
+        for number in self._reserved(transfers):
+            target = self._under_way.pop(number).target
+            if target is not None:
+                self._host.give_back(target)
+
+    def cancel(self, number: int) -> None:
+        self._lane.cancel(number)
+
+    def launch(self, transfers: TransferPlan) -> list[TransferEnd]:
+        """Hand them to the lane. -> what ended at once."""
+        ends = []
+        for store in transfers.stores:
+            contents, self._under_way[store.number].contents = self._under_way[store.number].contents, NO_CONTENTS
+            try:
+                payloads = self._payloads(contents)
+            except Exception as error:
+                _log.warning("store_failed", number=store.number, reason=repr(error))
+                ends.append(self._end(store.number, "failed"))
+            else:
+                self._lane.store(store, payloads)
+        for lookup in transfers.lookups:
+            self._lane.lookup(lookup)
+        for fetch in transfers.fetches:
+            if fetch.number in self._under_way:
+                self._lane.fetch(fetch)
+        return ends
+
+    def take_ends(self) -> list[TransferEnd]:
+        """Put what was fetched into its host pages. -> what has ended."""
+        ends = []
+        for lane_end in self._lane.take_ends():
+            move = self._under_way.pop(lane_end.end.number, None)
+            if move is None:
+                continue
+            end = lane_end.end if move.target is None else self._fill(move.target, lane_end)
+            move.counters.count(end, move.num_pages)
+            ends.append(end)
+        return ends
+
+    def fail(self, transfers: TransferPlan) -> list[TransferEnd]:
+        """What was reserved for this plan will not be launched, and control learns it from the ends."""
+        return [self._end(number, "failed") for number in self._reserved(transfers)]
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._under_way.clear()
+
+    @property
+    def numbers(self) -> set[int]:
+        return set(self._under_way)
+
+    def targets(self) -> list[PageIds]:
+        """Host pages that are being written, of each fetch."""
+        return [move.target for move in self._under_way.values() if move.target is not None]
+
+    def _reserved(self, transfers: TransferPlan) -> list[int]:
+        return [number for number in transfers.numbers() if number in self._under_way]
+
+    def _end(self, number: int, failure: str) -> TransferEnd:
+        move = self._under_way.pop(number)
+        end = TransferEnd(number=number, failure=failure)
+        move.counters.count(end, move.num_pages)
+        return end
+
+    def _payloads(self, contents: PoolContents) -> OfEachPool[Sequence[np.ndarray]]:
+        return OfEachPool(
+            *(
+                [] if carrier is None else [carrier.to_bytes(page) for page in pages]
+                for carrier, pages in zip(self._carriers, contents, strict=True)
+            )
+        )
+
+    def _fill(self, target: PageIds, lane_end: LaneEnd) -> TransferEnd:
+        """What cannot be put into its page did not arrive."""
+        payloads = lane_end.payloads or OfEachPool(*([None] * ids.size for ids in target))
+        arrived, good_ids, good_contents, num_bytes = [], [], [], 0
+        for carrier, ids, of_kind in zip(self._carriers, target, payloads, strict=True):
+            pages = [_page(carrier, payload) for payload in of_kind] if len(of_kind) == ids.size else [None] * ids.size
+            came = np.array([page is not None for page in pages], np.bool_)
+            arrived.append(came)
+            good_ids.append(ids[came])
+            good_contents.append([page for page in pages if page is not None])
+            num_bytes += 0 if carrier is None else int(came.sum()) * carrier.page_bytes
+        self._host.put(PageIds(*good_ids), OfEachPool(*good_contents))
+        return replace(lane_end.end, arrived=OfEachPool(*arrived), num_bytes=num_bytes)
+
+
+def _page(carrier: PageCarrier | None, payload: np.ndarray | None) -> PageArrays | None:
+    """None for what is not a page."""
+    if carrier is None or payload is None or payload.size != carrier.page_bytes:
+        return None
+    try:
+        return carrier.from_bytes(payload)
+    except Exception as error:
+        _log.warning("fetched_page_refused", reason=repr(error))
+        return None

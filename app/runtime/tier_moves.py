@@ -1,0 +1,152 @@
+"""What a plan moves between tiers, beside its rows: device pages for restores, and the host tier that does the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.core.batch import BatchPlan, PreparedBatch
+from app.core.transfers import (
+    NOTHING_PREPARED,
+    OfEachPool,
+    PageCounts,
+    PageIds,
+    PreparedTransfers,
+    TransferEnd,
+)
+from app.errors import ConfigError, OwnershipError
+from app.hicache.host_tier import HostTier
+from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
+from app.memory.state_slots import StateSlots
+from app.memory.window_pages import WindowPagePool
+
+
+def tier_moves(
+    tiers: HostTier | None,
+    allocator: PagedTokenToKVPoolAllocator,
+    window: WindowPagePool | None,
+    states: StateSlots | None,
+) -> TierMoves | NoTierMoves:
+    """allocator, window, states: of the device's full pages, window pages, snapshots."""
+    if tiers is None:
+        return NoTierMoves()
+    of_window = None if window is None else window.allocator
+    return TierMoves(tiers, OfEachPool(allocator, of_window, None if states is None else states.allocator))
+
+
+class TierMoves:
+    """Couples the device pools' allocators with the host tier. Each call is one of the runtime's own of that name."""
+
+    def __init__(self, tiers: HostTier, allocators: OfEachPool[PagedTokenToKVPoolAllocator | None]) -> None:
+        self._tiers = tiers
+        self._allocators = allocators
+
+    def open(self) -> None:
+        self._tiers.open()
+
+    def close(self) -> None:
+        self._tiers.close()
+
+    def check_plan(self, plan: BatchPlan) -> None:
+        """Raise unless everything that the plan's transfers name may be named. See HostTier.check_plan.
+
+        The source of a backup may be in the plan's own free lists: it is read before anybody gets the page. A page that
+        a restore is to write may be in neither.
+        """
+        transfers = plan.transfers
+        self._tiers.check_plan(transfers)
+        freed = PageIds(plan.free_pages, plan.free_window_pages, plan.free_states)
+        restoring = self._tiers.restoring()
+        for gone, written in zip(freed, restoring, strict=True):
+            _refuse_common(gone, written, "freed while a restore is to write it")
+        for backup in transfers.backups:
+            for allocator, source, gone, written in zip(self._allocators, backup.source, freed, restoring, strict=True):
+                _refuse_common(source, written, "backed up while a restore is to write it")
+                if allocator is not None:
+                    allocator.check_held_or(source, gone)
+                elif source.size:
+                    raise OwnershipError(what=f"backup {backup.number}", reason="the model has no such pages")
+
+    def restored_counts(self, plan: BatchPlan) -> PageCounts:
+        """Device pages that the plan's restores take."""
+        each = [restore.source.counts() for restore in plan.transfers.restores]
+        return PageCounts(*map(sum, zip(*each, strict=True))) if each else PageCounts()
+
+    def reserve(self, batch_id: int, plan: BatchPlan) -> PreparedTransfers:
+        """Of a plan that was checked, also for capacity, and whose frees of device pages are applied."""
+        targets = tuple(
+            PageIds(*(self._allocate(*each) for each in zip(self._allocators, restore.source.counts(), strict=True)))
+            for restore in plan.transfers.restores
+        )
+        return self._tiers.prepare(batch_id, plan.transfers, targets)
+
+    def launch(self, batch_id: int) -> None:
+        self._tiers.launch(batch_id)
+
+    def undo(self, prepared: PreparedBatch) -> None:
+        self._tiers.undo(prepared.batch_id)
+        for target in prepared.transfers.restores:
+            for allocator, pages in zip(self._allocators, target, strict=True):
+                if allocator is not None:
+                    allocator.give_back(pages)
+
+    def has_news(self) -> bool:
+        return self._tiers.has_news()
+
+    def wait(self, timeout_s: float) -> None:
+        self._tiers.wait(timeout_s)
+
+    def collect(self) -> tuple[TransferEnd, ...]:
+        return self._tiers.collect()
+
+    def device_lost(self) -> None:
+        self._tiers.device_lost()
+
+    def check_integrity(self) -> None:
+        self._tiers.check_integrity()
+
+    @staticmethod
+    def _allocate(allocator: PagedTokenToKVPoolAllocator | None, count: int) -> np.ndarray:
+        return np.empty(0, np.int32) if allocator is None else allocator.allocate(count)
+
+
+def _refuse_common(pages: np.ndarray, others: np.ndarray, reason: str) -> None:
+    if pages.size and others.size:
+        common = np.intersect1d(pages, others)
+        if common.size:
+            raise OwnershipError(what=f"device pages {common[:8].tolist()}", reason=reason)
+
+
+class NoTierMoves:
+    """Of a runtime without a host tier: nothing moves."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def check_plan(self, plan: BatchPlan) -> None:
+        """ConfigError for a plan that wants something moved."""
+        if not plan.transfers.is_empty:
+            allowed = "only with --enable-hierarchical-cache: this runtime has no host tier"
+            raise ConfigError(field="transfers", value=plan.transfers.numbers(), allowed=allowed)
+
+    def restored_counts(self, plan: BatchPlan) -> PageCounts:
+        return PageCounts()
+
+    def reserve(self, batch_id: int, plan: BatchPlan) -> PreparedTransfers:
+        return NOTHING_PREPARED
+
+    def launch(self, batch_id: int) -> None: ...
+
+    def undo(self, prepared: PreparedBatch) -> None: ...
+
+    def has_news(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def collect(self) -> tuple[TransferEnd, ...]:
+        return ()
+
+    def device_lost(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
