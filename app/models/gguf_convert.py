@@ -1,14 +1,14 @@
 """A GGUF file -> the files of a Hugging Face folder.
 
 Weights are dequantised to float32 and named as in Hugging Face; llama's query and key rows, which GGUF stores
-interleaved, go back to the half-rotation order that the rest of the project computes with.
+interleaved, go back to the half-rotation order that the rest of the project computes with, and Gemma's norms, which
+GGUF stores with their 1, lose it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from app.config.model_config import ModelConfig
 from app.errors import ConfigError
+from app.models.gguf_architectures import ARCHITECTURES, GgufArchitecture, shortest
 from app.models.gguf_file import GgufFile
 from app.models.gguf_metadata import GgufMetadata
 from app.models.gguf_rope import FACTORS_TENSOR, scaling_from_factors, scaling_from_metadata
@@ -32,35 +33,6 @@ _TOP_LEVEL = {  # name in GGUF -> name in Hugging Face
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_PER_LAYER = {  # after "blk.N." -> after "model.layers.N."
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_QKV_BIAS = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
-_QK_NORM = {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Architecture:
-    """What differs between the architectures that can be converted."""
-
-    class_name: str
-    layer_extras: Mapping[str, str]  # tensors of a layer beyond _PER_LAYER
-    interleaved_rope: bool  # query and key rows need un-permuting
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture(class_name="LlamaForCausalLM", layer_extras={}, interleaved_rope=True),
-    "qwen2": _Architecture(class_name="Qwen2ForCausalLM", layer_extras=_QKV_BIAS, interleaved_rope=False),
-    "qwen3": _Architecture(class_name="Qwen3ForCausalLM", layer_extras=_QK_NORM, interleaved_rope=False),
-}
 
 
 class GgufModel:
@@ -71,14 +43,14 @@ class GgufModel:
         self._path = path
         self._file = GgufFile(path)
         name = self._file.metadata.text("general.architecture")
-        if name is None or name not in _ARCHITECTURES:
+        if name is None or name not in ARCHITECTURES:
             raise ConfigError(
                 field="general.architecture",
                 value=name,
-                allowed=f"GGUF files can be read for {', '.join(_ARCHITECTURES)}; use a Hugging Face folder for others",
+                allowed=f"GGUF files can be read for {', '.join(ARCHITECTURES)}; use a Hugging Face folder for others",
             )
-        self._architecture = _ARCHITECTURES[name]
-        self.config = _hf_config(self._file, name, self._architecture.class_name)
+        self._architecture = ARCHITECTURES[name]
+        self.config = _hf_config(self._file, name, self._architecture)
         self._shape = model_config_from_hf(self.config)
         self._sources = self._tensor_sources()
         self._require_shapes()
@@ -134,11 +106,13 @@ class GgufModel:
             tensor = half_rotation_rows(tensor, self._shape.num_heads)
         if self._architecture.interleaved_rope and source.endswith("attn_k.weight"):
             tensor = half_rotation_rows(tensor, self._shape.num_kv_heads)
+        if self._architecture.norm_offset and source.endswith("norm.weight"):
+            tensor = tensor - np.float32(self._architecture.norm_offset)
         return np.ascontiguousarray(tensor, dtype=np.float32)
 
     def _tensor_sources(self) -> dict[str, str]:
         """Name in Hugging Face -> name in GGUF. Raises ConfigError for a tensor too few or too many."""
-        per_layer = {**_PER_LAYER, **self._architecture.layer_extras}
+        per_layer = self._architecture.layer_names
         if self._shape.num_layers > len(self._file.tensors):
             # Here, because a damaged header may state billions, whose names alone would fill the memory.
             raise ConfigError(
@@ -188,7 +162,9 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attn_v.bias": (keys,),
         "attn_q_norm.weight": (config.head_dim,),
         "attn_k_norm.weight": (config.head_dim,),
+        "post_attention_norm.weight": (width,),
         "ffn_norm.weight": (width,),
+        "post_ffw_norm.weight": (width,),
         "ffn_gate.weight": (inner, width),
         "ffn_up.weight": (inner, width),
         "ffn_down.weight": (width, inner),
@@ -202,14 +178,14 @@ def half_rotation_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows, width)
 
 
-def _hf_config(file: GgufFile, name: str, class_name: str) -> dict[str, Any]:
+def _hf_config(file: GgufFile, name: str, architecture: GgufArchitecture) -> dict[str, Any]:
     metadata = file.metadata
     _refuse_variants(metadata, name)
     embedding = file.tensors.get("token_embd.weight")
-    theta = _shortest(metadata.number(f"{name}.rope.freq_base"))
+    theta = shortest(metadata.number(f"{name}.rope.freq_base"))
     return {
-        "architectures": [class_name],
-        "model_type": name,
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": None if embedding is None else embedding.shape[0],
         "hidden_size": metadata.whole(f"{name}.embedding_length"),
         "intermediate_size": metadata.whole(f"{name}.feed_forward_length"),
@@ -218,13 +194,14 @@ def _hf_config(file: GgufFile, name: str, class_name: str) -> dict[str, Any]:
         "num_key_value_heads": metadata.whole(f"{name}.attention.head_count_kv"),
         "head_dim": metadata.whole(f"{name}.attention.key_length") or metadata.whole(f"{name}.rope.dimension_count"),
         "max_position_embeddings": metadata.whole(f"{name}.context_length"),
-        "rms_norm_eps": _shortest(metadata.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": shortest(metadata.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, name, theta),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": metadata.whole("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_token_ids(metadata),
         "torch_dtype": "float32",
+        **architecture.own_config(metadata),
     }
 
 
@@ -241,11 +218,6 @@ def _rope_scaling(file: GgufFile, name: str, theta: float | None) -> dict[str, A
     if FACTORS_TENSOR in file.tensors:
         return scaling_from_factors(file.tensor(FACTORS_TENSOR), _DEFAULT_ROPE_THETA if theta is None else theta)
     return scaling_from_metadata(file.metadata, name)
-
-
-def _shortest(value: float | None) -> float | None:
-    """The decimal that was meant: 1e-05, where float32 widened to float64 reads 9.999999747378752e-06."""
-    return None if value is None else float(str(np.float32(value)))
 
 
 def _shard_names(count: int) -> list[str]:

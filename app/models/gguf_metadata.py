@@ -32,6 +32,12 @@ class GgufMetadata:
             return value
         raise self._refusal(key, "a number")
 
+    def switch(self, key: str, default: bool) -> bool:
+        value = self._values.get(key, default)
+        if isinstance(value, bool):
+            return value
+        raise self._refusal(key, "true or false")
+
     def texts(self, key: str) -> list[str]:
         """Empty when absent."""
         value = self._values.get(key, [])
@@ -45,6 +51,13 @@ class GgufMetadata:
         if isinstance(value, list) and all(isinstance(item, int) for item in value):
             return value
         raise self._refusal(key, "a list of whole numbers")
+
+    def numbers(self, key: str) -> list[float]:
+        """Empty when absent."""
+        value = self._values.get(key, [])
+        if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+            return value
+        raise self._refusal(key, "a list of numbers")
 
     def _refusal(self, key: str, allowed: str) -> ConfigError:
         return ConfigError(field=key, value=repr(self._values[key])[:60], allowed=allowed)

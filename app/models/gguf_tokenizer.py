@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from app.errors import ConfigError
 from app.models.gguf_metadata import GgufMetadata
+from app.models.gguf_sentencepiece import sentencepiece_tokenizer
 
 # How Llama 3 and Qwen 2 cut text before merging, as published in their tokenizer.json: they differ in digits only.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,15 +27,12 @@ _END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
 def build_tokenizer(metadata: GgufMetadata) -> Tokenizer:
-    """Byte-level BPE from tokens, merges and token types. Raises ConfigError for any other kind of tokenizer."""
-    kind, cutting = metadata.text("tokenizer.ggml.model"), metadata.text("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise ConfigError(field="tokenizer.ggml.model", value=kind, allowed="supported in a GGUF file: 'gpt2' (BPE)")
-    if cutting not in _PRE_TOKENIZERS:
-        raise ConfigError(field="tokenizer.ggml.pre", value=cutting, allowed=f"known are {sorted(_PRE_TOKENIZERS)}")
-    tokenizer = Tokenizer(_bpe(metadata, ignore_merges=cutting == "llama-bpe"))
-    _PRE_TOKENIZERS[cutting](tokenizer)
-    tokenizer.decoder = decoders.ByteLevel()
+    """From tokens, token types, and merges or scores. Raises ConfigError for a kind of tokenizer that is not known."""
+    kind = metadata.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        allowed = "supported in a GGUF file: 'gpt2' (byte-level BPE), 'llama' (SentencePiece's BPE)"
+        raise ConfigError(field="tokenizer.ggml.model", value=kind, allowed=allowed)
+    tokenizer = _KINDS[kind](metadata)
     _add_special_tokens(tokenizer, metadata)
     return tokenizer
 
@@ -56,6 +54,16 @@ def _known_id(metadata: GgufMetadata, key: str) -> list[int]:
     """The token id under `key` in a list, or an empty one when there is none or it names no token."""
     token_id = metadata.whole(key)
     return [] if token_id is None or token_id >= len(metadata.texts("tokenizer.ggml.tokens")) else [token_id]
+
+
+def _byte_level_tokenizer(metadata: GgufMetadata) -> Tokenizer:
+    cutting = metadata.text("tokenizer.ggml.pre")
+    if cutting not in _PRE_TOKENIZERS:
+        raise ConfigError(field="tokenizer.ggml.pre", value=cutting, allowed=f"known are {sorted(_PRE_TOKENIZERS)}")
+    tokenizer = Tokenizer(_bpe(metadata, ignore_merges=cutting == "llama-bpe"))
+    _PRE_TOKENIZERS[cutting](tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _bpe(metadata: GgufMetadata, *, ignore_merges: bool) -> models.BPE:
@@ -111,4 +119,8 @@ _PRE_TOKENIZERS: dict[Any, Callable[[Tokenizer], None]] = {
     "smollm": _smollm,
     "llama-bpe": _llama3,
     "qwen2": _qwen2,
+}
+_KINDS: dict[Any, Callable[[GgufMetadata], Tokenizer]] = {
+    "gpt2": _byte_level_tokenizer,
+    "llama": sentencepiece_tokenizer,
 }

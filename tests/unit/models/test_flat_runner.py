@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.support.ragged_reference import ragged_reference
 
 TOKENS = np.random.default_rng(7).integers(0, 101, (2, 24)).astype(np.int32)
 NUM_PAGES = 20
+EVERY_PAGE = np.arange(NUM_PAGES + 1, dtype=np.int32)
 
 
 def ragged(spec: PoolSpec) -> FlatAttention:
@@ -58,43 +60,50 @@ def conversation(rows: Rows) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("attention_of", "padding", "layer_run"),
-    [
-        pytest.param(GatherAttention, {}, LoopOverLayers(), id="gather"),
-        pytest.param(GatherAttention, {}, LayersInARow(), id="gather_in_a_row"),
-        pytest.param(ragged, {}, LoopOverLayers(), id="ragged"),
-        pytest.param(ragged, {"extra_kv_heads": 2, "extra_head_dim": 8}, LayersInARow(), id="ragged_padded_in_a_row"),
-    ],
-)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": True},
-        {"experts": ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=24)},
-    ],
-    ids=["plain", "biases", "experts"],
-)
-def test_logits_and_pages_equal_those_of_the_unrolled_driver(
-    attention_of: Callable[[PoolSpec], FlatAttention],
-    padding: dict[str, int],
-    layer_run: LayerRun,
-    fields: dict[str, Any],
-) -> None:
-    config = small_config(**fields)
-    spec = spec_of(config, page_size=4, num_pages=NUM_PAGES)
-    unrolled = Rows(*open_llama(config, spec), num_rows=2, num_pages=8)
-    runner, pool = open_looped(config, replace(spec, **padding), attention_of, layer_run)
-    looped = Rows(runner, pool, num_rows=2, num_pages=8)
+FIELDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": True},
+    "experts": {"experts": ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=24)},
+}
+# Attention, padding of the pool, and how layers follow one another.
+DRIVERS: dict[str, tuple[Callable[[PoolSpec], FlatAttention], dict[str, int], LayerRun]] = {
+    "gather": (GatherAttention, {}, LoopOverLayers()),
+    "gather_in_a_row": (GatherAttention, {}, LayersInARow()),
+    "ragged": (ragged, {}, LoopOverLayers()),
+    "ragged_padded_in_a_row": (ragged, {"extra_kv_heads": 2, "extra_head_dim": 8}, LayersInARow()),
+}
+# The plain model with each driver; each kind of layer with both attentions and both orders. The rest compiles longest.
+OFTEN = ("gather", "ragged_padded_in_a_row")
+PAIRS = [
+    pytest.param(kind, driver, marks=() if kind == "plain" or driver in OFTEN else pytest.mark.slow)
+    for kind in FIELDS
+    for driver in DRIVERS
+]
 
-    expected, found = conversation(unrolled), conversation(looped)
 
+@cache
+def unrolled(kind: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """-> the logits of a conversation, and what all pages hold after it."""
+    config = small_config(**FIELDS[kind])
+    runner, pool = open_llama(config, spec_of(config, page_size=4, num_pages=NUM_PAGES))
+    logits = conversation(Rows(runner, pool, num_rows=2, num_pages=8))
+    return logits, pool.page_contents(EVERY_PAGE)
+
+
+@pytest.mark.parametrize(("kind", "driver"), PAIRS)
+def test_logits_and_pages_equal_those_of_the_unrolled_driver(kind: str, driver: str) -> None:
+    config = small_config(**FIELDS[kind])
+    attention_of, padding, layer_run = DRIVERS[driver]
+    spec = replace(spec_of(config, page_size=4, num_pages=NUM_PAGES), **padding)
+    runner, pool = open_looped(config, spec, attention_of, layer_run)
+
+    found = conversation(Rows(runner, pool, num_rows=2, num_pages=8))
+
+    expected, pages = unrolled(kind)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5)
-    everything = np.arange(NUM_PAGES + 1, dtype=np.int32)
-    contents = pool.page_contents(everything)
-    np.testing.assert_allclose(contents, unrolled._pool.page_contents(everything), atol=1e-5)
+    contents = pool.page_contents(EVERY_PAGE)
+    np.testing.assert_allclose(contents, pages, atol=1e-5)
     assert not contents[:, :, 0].any()  # the padding page of every layer
 
 

@@ -170,7 +170,8 @@ def with_tensor(name: str, tensor: np.ndarray) -> Edit:
     ("edit", "named"),
     [
         (replace_text("tokenizer.ggml.pre", "deepseek-llm"), "tokenizer.ggml.pre='deepseek-llm'"),
-        (replace_text("tokenizer.ggml.model", "llama"), "tokenizer.ggml.model='llama'"),
+        (replace_text("tokenizer.ggml.model", "bert"), "tokenizer.ggml.model='bert'"),
+        (replace_text("tokenizer.ggml.model", "llama"), "tokenizer.ggml.scores='0 values'"),
         (replace_text("tokenizer.ggml.tokens", "not a list"), "tokenizer.ggml.tokens"),
         (replace_text("llama.block_count", "two"), "llama.block_count"),
         (add_text("llama.rope.scaling.type", "yarn"), "rope_scaling"),
@@ -199,7 +200,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_another_architecture_is_refused_by_name(tmp_path: Path, cache: Path, weights: dict[str, np.ndarray]) -> None:
     path = write_gguf(tmp_path / "m.gguf", weights, architecture="mamba")
 
-    with pytest.raises(ConfigError, match=r"general\.architecture='mamba'.*llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"general\.architecture='mamba'.*llama, qwen2, qwen3, gemma3"):
         converted(path, cache)
 
 
