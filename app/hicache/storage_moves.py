@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import structlog
@@ -78,19 +79,25 @@ class StorageMoves:
         ends = []
         for store in transfers.stores:
             contents, self._under_way[store.number].contents = self._under_way[store.number].contents, NO_CONTENTS
-            try:
-                payloads = self._payloads(contents)
-            except Exception as error:
-                _log.warning("store_failed", number=store.number, reason=repr(error))
-                ends.append(self._end(store.number, "failed"))
-            else:
-                self._lane.store(store, payloads)
+            ends += self._hand_over(store.number, partial(self._store, store, contents))
         for lookup in transfers.lookups:
-            self._lane.lookup(lookup)
+            ends += self._hand_over(lookup.number, partial(self._lane.lookup, lookup))
         for fetch in transfers.fetches:
             if fetch.number in self._under_way:
-                self._lane.fetch(fetch)
+                ends += self._hand_over(fetch.number, partial(self._lane.fetch, fetch))
         return ends
+
+    def _store(self, store: Store, contents: PoolContents) -> None:
+        self._lane.store(store, self._payloads(contents))
+
+    def _hand_over(self, number: int, begin: Callable[[], None]) -> list[TransferEnd]:
+        """Whatever the lane raises is a transfer that failed: it must not be taken for a failure of the device."""
+        try:
+            begin()
+        except Exception as error:
+            _log.warning("storage_transfer_failed", number=number, reason=repr(error))
+            return [self._end(number, "failed")]
+        return []
 
     def take_ends(self) -> list[TransferEnd]:
         """Put what was fetched into its host pages. -> what has ended."""

@@ -200,6 +200,7 @@ class Backups:
         else:
             self._host.free(begun.ids())
             self._tally.backup_drops[end.failure] += 1
+            self._forget_rest(begun.key)
         self._host.unlock(begun.receipt)
         return landed
 
@@ -234,6 +235,11 @@ class Backups:
             self._tally.backup_drops["queue_full"] += 1
             return
         self._offers.append(key)
+
+    def _forget_rest(self, key: RadixKey) -> None:
+        """Offers that continue `key`, which could not be copied: or they were tried again, and fail, plan by plan."""
+        kept = [each for each in self._offers if each.namespace != key.namespace or not each.raw.startswith(key.raw)]
+        self._offers = deque(kept)
 
     def _under_way(self) -> Iterator[BackupUnderWay]:
         yield from self._sent.values()

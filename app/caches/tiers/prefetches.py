@@ -29,6 +29,7 @@ _MAX_FETCHES = 8
 _PIECE = 256  # pages of a fetch, where a prefix may end anywhere
 _MAX_LOOKUPS_OF_ONE = 3  # for one request
 _CANCELLED = "cancelled"
+_GOES_ON = (None, "queue_full")  # after a piece of which some came: the workers could not queue all of it at once
 
 
 class Prefetches:
@@ -308,7 +309,7 @@ class Prefetches:
                 self._view.learn(prefetch.asked, end.arrived)
         moved_on = self._keep(prefetch, reached)
         self._host.unlock(prefetch.receipt)
-        if moved_on and end.failure is None and self._moves_on(prefetch, reached):
+        if moved_on and end.failure in _GOES_ON and self._moves_on(prefetch, reached):
             prefetch.stage = Stage.TO_FETCH
             self._to_fetch.appendleft(prefetch)
         else:

@@ -52,6 +52,8 @@ class Chunk:
 class ChunkQueue:
     """First in, first out, bounded in chunks and in bytes. What was settled while it waited is passed over.
 
+    An empty one takes any chunk: one that is larger than the bound would never be served otherwise.
+
     Not safe from several threads: its owner has a lock.
     """
 
@@ -63,7 +65,8 @@ class ChunkQueue:
         self.num_bytes = 0
 
     def has_room(self, chunk: Chunk) -> bool:
-        return self.num_chunks < self._max_chunks and self.num_bytes + chunk.num_bytes <= self._max_bytes
+        fits = self.num_chunks < self._max_chunks and self.num_bytes + chunk.num_bytes <= self._max_bytes
+        return fits or not self.num_chunks
 
     def push(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)

@@ -352,6 +352,37 @@ def test_lookups_and_failures_of_the_lane_are_told_as_they_are() -> None:
         assert rig.tiers.counters().store.failures == {"queue_full": 1}
 
 
+class BrokenLane(ScriptedLane):
+    """Raises whatever it is asked."""
+
+    def store(self, intent: Store, payloads: object) -> None:
+        raise ValueError("a bug of the lane's")
+
+    def lookup(self, intent: Lookup) -> None:
+        raise ValueError("a bug of the lane's")
+
+    def fetch(self, intent: Fetch) -> None:
+        raise ValueError("a bug of the lane's")
+
+
+def test_a_lane_that_raises_costs_the_transfer_and_not_the_device_pool() -> None:
+    with opened_tiers(lane=BrokenLane()) as rig:
+        host = rig.backed_up(rig.allocate(1))
+        store = Store(number=next(rig.numbers), keys=keys("a"), source=host)
+        lookup = Lookup(number=next(rig.numbers), keys=keys("a"), deadline_s=9.0)
+        fetch = fetch_of(rig, "b")
+        identity = rig.runtime.identity
+
+        prepared, _ = rig.move(stores=(store,), lookups=(lookup,), fetches=(fetch,))
+        ends = rig.until(store.number, lookup.number, fetch.number)
+
+        assert [end.failure for end in ends] == ["failed"] * 3
+        assert rig.runtime.identity == identity
+        rig.free_host(prepared.transfers.fetches[0])
+        rig.move()
+        rig.check()
+
+
 def test_a_fetch_without_host_pages_is_refused_and_a_cancelled_one_ends() -> None:
     lane = ScriptedLane(is_held=True)
     with opened_tiers(host_pages=2, lane=lane) as rig:

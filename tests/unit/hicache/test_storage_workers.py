@@ -419,6 +419,16 @@ def test_a_full_queue_drops_the_newest_write_and_refuses_reads(
     assert counters.outcomes[Operation.GET] == Counter({Outcome.ABSENT: 5, Outcome.QUEUE_FULL: 2})
 
 
+def test_an_empty_queue_takes_what_is_larger_than_its_bound(desk: Callable[..., Desk], memory: MemoryStorage) -> None:
+    mine = desk(memory, max_queued_bytes=1)
+
+    mine.set(0, 1)
+    assert mine.outcomes(2) == [Outcome.STORED] * 2
+    mine.get(0, 1)
+
+    assert mine.outcomes(2) == [Outcome.HIT] * 2
+
+
 def test_reads_go_before_writes(desk: Callable[..., Desk], memory: MemoryStorage) -> None:
     silent = SilentStorage(memory)
     mine = desk(silent, concurrency=1)

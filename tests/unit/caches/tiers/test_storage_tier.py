@@ -397,6 +397,36 @@ def test_of_a_fetch_that_lost_pages_the_unbroken_part_is_kept(site: Callable[...
     assert there.tier.counters.fetches_dropped == {"damaged": 1}
 
 
+def test_what_the_workers_had_no_room_for_is_asked_for_again(site: Callable[..., StorageSite]) -> None:
+    there = site(PLAIN, stored_by_another(site))
+    there.tier.expect("a", KEY, 0)
+    there.plan()
+    there.end_all()
+    (fetch,) = there.plan().fetches
+    outcomes = iter([True, True, False, False, False, False])
+    there.end(fetch.number, "queue_full", lambda: next(outcomes))
+    assert tokens_on_host(there) == 2 * PAGE_SIZE
+
+    (rest,) = there.plan().fetches
+    there.end_all()
+
+    assert len(rest.keys.pages) == 4
+    assert tokens_on_host(there) == 6 * PAGE_SIZE
+
+
+def test_a_fetch_for_which_the_workers_had_no_room_at_all_is_a_miss(site: Callable[..., StorageSite]) -> None:
+    there = site(PLAIN, stored_by_another(site))
+    there.tier.expect("a", KEY, 0)
+    there.plan()
+    there.end_all()
+    (fetch,) = there.plan().fetches
+
+    there.end(fetch.number, "queue_full", lambda: False)
+
+    assert not there.plan().fetches
+    assert tokens_on_host(there) == 0
+
+
 def test_a_fetch_without_its_snapshot_is_no_use_and_all_is_freed(site: Callable[..., StorageSite]) -> None:
     there = site(RECURRENT, stored_by_another(site, needs=RECURRENT))
     there.tier.expect("a", KEY, 0)
