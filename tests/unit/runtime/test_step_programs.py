@@ -32,7 +32,7 @@ from tests.support.tiny_llama import files_of, tiny_llama
 MODEL = tiny_llama(vocab_size=269, context_length=136, num_kv_heads=2, head_dim=32)
 SIZES = StepSizes(num_rows=7, max_pages=17, batch=8, context_pages=16, chunk_tokens=64)
 ARGS = ServerArgs(page_size=8, max_total_tokens=1024, max_running_requests=7, chunked_prefill_size=64, device="cpu")
-LATER = {"backup", "restore"}  # what no runtime calls yet
+MOVING = {"backup", "restore"}  # only an engine with a host tier calls them, which this is not
 ALLOCATING = {"broadcast_in_dim", "convert_element_type"}  # the penalty tables, when the first request needs them
 EVERYTHING = {"temperature": 0.7, "top_p": 0.5, "logprobs": 3, "presence_penalty": 0.5}
 
@@ -74,7 +74,7 @@ def test_a_step_calls_the_listed_programs_and_no_others(monkeypatch: pytest.Monk
     monkeypatch.setattr(programs, "FlatPrograms", lambda *_: model)
     listed = step_programs(MODEL, mesh, spec, attention, "float32", SIZES)
     assert [program.name for program in listed] == list(PLANNED_COLLECTIVES)
-    listed = [program for program in listed if program.name not in LATER]
+    listed = [program for program in listed if program.name not in MOVING]
     with compiled_programs() as compiled:
         for program in listed:
             compile_ahead(program)
