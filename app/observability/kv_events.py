@@ -9,9 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 NamespaceFields: TypeAlias = tuple[str | None, str | None, str | None, int]  # adapter, salt, extra key, dp rank
+Medium: TypeAlias = Literal["device", "host"]
+
+MAX_EVENTS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class BlockStored:
     salt: str | None
     extra_key: str | None
     dp_rank: int
-    medium: str
+    medium: Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +42,34 @@ class BlockRemoved:
     """These pages, and only these, left the medium."""
 
     page_hashes: tuple[bytes, ...]
-    medium: str
+    medium: Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllBlocksCleared:
-    """The cache was emptied, whatever it held."""
+    """The medium was emptied, whatever it held."""
+
+    medium: Medium = "device"
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventRecorder:
-    """Collects events until somebody drains them. Drain once a step: nothing else bounds it.
+    """Collects the events of one tier until somebody drains them, which should be once a step.
 
-    The calls below are EventSink of caches/base.py.
+    With `max_events` of them it forgets them all and says that the medium was emptied: listeners then know less than it
+    holds, never more. The calls below are EventSink of caches/base.py.
+
+    num_forgotten: events that nobody drained in time.
     """
 
-    def __init__(self, *, page_size: int, medium: str = "device") -> None:
+    def __init__(self, *, page_size: int, medium: Medium = "device", max_events: int = MAX_EVENTS) -> None:
         self._page_size = page_size
-        self._medium = medium
+        self._medium: Medium = medium
+        self._max_events = max_events
         self._events: list[KvEvent] = []
+        self.num_forgotten = 0
 
     def stored(
         self, *, namespace: NamespaceFields, parent_hash: bytes | None, page_hashes: list[bytes], raw: bytes
@@ -77,32 +87,41 @@ class KvEventRecorder:
             dp_rank=dp_rank,
             medium=self._medium,
         )
-        self._events.append(event)
+        self._add(event)
 
     def removed(self, *, page_hashes: list[bytes]) -> None:
-        self._events.append(BlockRemoved(page_hashes=tuple(page_hashes), medium=self._medium))
+        self._add(BlockRemoved(page_hashes=tuple(page_hashes), medium=self._medium))
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        self._add(AllBlocksCleared(medium=self._medium))
 
     def drain(self) -> list[KvEvent]:
         """Every event since the last drain, in order."""
         drained, self._events = self._events, []
         return drained
 
+    def _add(self, event: KvEvent) -> None:
+        if len(self._events) >= self._max_events:
+            self.num_forgotten += len(self._events)
+            self._events = [AllBlocksCleared(medium=self._medium)]
+        self._events.append(event)
+
 
 class KvEventReplica:
-    """What one cache holds, rebuilt from its events: the listener's side, e.g. of a router.
+    """What one cache holds in one medium, rebuilt from its events: the listener's side, e.g. of a router.
 
     Sound for a listener that joined late: it knows less than the cache holds, never more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, medium: Medium = "device") -> None:
+        self._medium = medium
         self.page_hashes: set[bytes] = set()
 
     def apply(self, events: Iterable[KvEvent]) -> None:
-        """Events in the order in which they were drained."""
+        """Events in the order in which they were drained; those of other media say nothing here."""
         for event in events:
+            if event.medium != self._medium:
+                continue
             match event:
                 case BlockStored():
                     self.page_hashes.update(event.page_hashes)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from app.observability.tier_metrics import TierCollector
+
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SOURCES = ("device", "host", "storage")
 
@@ -71,18 +73,24 @@ class Metrics:
         self._num_looked_up = self._num_cached = 0
         self._num_generated = self._num_evicted = self._num_retractions = 0
 
+    def expose(self, tiers: TierCollector) -> None:
+        """There are tiers below the device pool: their figures are shown too."""
+        self._registry.register(tiers)
+
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def admitted(self, *, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
-        """A request was started; `cached_tokens` of its prompt need not be computed."""
+    def admitted(self, *, prompt_tokens: int, cached_tokens: Mapping[str, int], queued_s: float) -> None:
+        """A request was started; `cached_tokens` of its prompt, by the tier that had them, need not be computed."""
+        num_cached = sum(cached_tokens.values())
         self._prompt_tokens.inc(prompt_tokens)
         self._queries.inc(prompt_tokens)
-        self._hits.inc(cached_tokens)
-        self._cached.labels("device").inc(cached_tokens)
+        self._hits.inc(num_cached)
+        for source, num_tokens in cached_tokens.items():
+            self._cached.labels(source).inc(num_tokens)
         self._num_looked_up += prompt_tokens
-        self._num_cached += cached_tokens
+        self._num_cached += num_cached
         self._hit_rate.set(self._num_cached / self._num_looked_up)
         self._prompts.observe(prompt_tokens)
         self._queued.observe(queued_s)

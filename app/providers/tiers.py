@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 
 from app.caches.tiers.ports import TierParts
@@ -126,7 +128,7 @@ def parts(
         state_allocator=port_of(states),
         limits=size.limits,
         settings=tier_settings(args),
-        storage_seed=_seed_of(identities()) if stores else None,
+        storage_seed=seed_of(identities()) if stores else None,
         host_events=events,
     )
 
@@ -169,28 +171,50 @@ def storage_opener(args: ServerArgs) -> OpenStorage | None:
 
 
 class AttachedStorage:
-    """The storage that an engine begins with: opened and attached before weights are loaded, gone with the runtime."""
+    """The storage of an engine: the one it begins with, opened before weights are loaded, or what came later.
+
+    It is gone with the runtime. Safe from any thread; each call that opens, empties or closes may wait for the storage.
+    """
 
     def __init__(self, opening: OpenStorage | None, lane: WorkersLane | None) -> None:
+        """opening: of the one to begin with. lane: None without tiers."""
         self._opening = opening
         self._lane = lane
+        self._lock = threading.Lock()
         self.storage: HiCacheStorage | None = None  # while it is open
 
     def open(self) -> None:
         """ConfigError where the storage does not answer."""
-        if self._opening is None or self._lane is None or self.storage is not None:
-            return
-        self.storage = self._opening()
-        self._lane.attach(self.storage)
+        if self._opening is not None and self._lane is not None and self.storage is None:
+            self.attach(self._opening)
+
+    def attach(self, opening: OpenStorage) -> None:
+        """Open a storage and use it. ConfigError if it does not answer, if there is another, or without tiers."""
+        field = "--hicache-storage-backend"
+        if self._lane is None:
+            raise ConfigError(field=field, value=None, allowed="with --enable-hierarchical-cache")
+        with self._lock:
+            if self.storage is not None:
+                raise ConfigError(field=field, value=type(self.storage).__name__, allowed="one storage at a time")
+            storage = opening()
+            self._lane.attach(storage)
+            self.storage = storage
+
+    def clear(self, timeout_s: float) -> int:
+        """Delete all that the storage has of ours, of whatever identity. -> values. ConfigError where there is none."""
+        if self._lane is None:
+            raise ConfigError(field="--hicache-storage-backend", value=None, allowed="a storage that can be cleared")
+        return self._lane.clear(time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Write or drop what is queued, within a bound, and close the storage. Idempotent."""
-        self.storage = None
-        if self._lane is not None:
-            self._lane.detach(CLOSING_S)
+        with self._lock:
+            self.storage = None
+            if self._lane is not None:
+                self._lane.detach(CLOSING_S)
 
 
-def _seed_of(identities: Identities) -> Callable[[Namespace], bytes]:
+def seed_of(identities: Identities) -> Callable[[Namespace], bytes]:
     """What starts the chain of storage keys: of full pages, by which all others are named as well."""
     assert identities.pages is not None
     return identities.pages.seed

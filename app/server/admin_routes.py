@@ -21,6 +21,7 @@ from app.server.openai_errors import conflict
 from app.server.replies import json_response
 from app.server.schemas import AbortRequest, FlushRequest
 from app.server.served import Served
+from app.server.served_tiers import ServedTiers
 from app.server.texts import Texts
 
 _RETRY_S = 0.05
@@ -37,6 +38,7 @@ class AdminRoutes:
         bodies: BodyReader,
         texts: Texts,
         snapshot: Callable[[], CacheSnapshot],
+        tiers: ServedTiers | None,
     ) -> None:
         """`scheduler` and `snapshot` are called on the engine's thread alone."""
         self._engine = engine
@@ -46,6 +48,7 @@ class AdminRoutes:
         self._bodies = bodies
         self._texts = texts
         self._snapshot = snapshot
+        self._tiers = tiers
         self._facts = ServerFacts(
             model=served.model,
             cache_type=served.facts["cache_type"],
@@ -64,6 +67,7 @@ class AdminRoutes:
                 "num_running": self._watch.num_running,
                 "num_waiting": self._watch.num_waiting,
                 "generated_tokens": self._watch.num_tokens,
+                **({} if self._tiers is None else {"tiers": await self._tiers.state()}),
             }
         )
 

@@ -23,6 +23,7 @@ from app.server.openai_errors import ApiError, invalid_request, method_not_allow
 from app.server.openapi import document
 from app.server.replies import error_response
 from app.server.request_log import RequestLog
+from app.server.storage_routes import StorageRoutes
 from app.server.token_routes import TokenRoutes
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -45,6 +46,7 @@ def make_app(
     tokens: TokenRoutes,
     admin: AdminRoutes,
     health: HealthRoutes,
+    storage: StorageRoutes,
 ) -> Starlette:
     page = files("app.server").joinpath("page.html").read_bytes()
     openapi = msgspec.json.encode(document(version))
@@ -69,6 +71,10 @@ def make_app(
         ("GET", "/cache_state", admin.cache_state),
         ("POST", "/flush_cache", admin.flush),
         ("POST", "/abort_request", admin.abort),
+        ("GET", "/hicache/storage-backend", storage.show),
+        ("PUT", "/hicache/storage-backend", storage.attach),
+        ("DELETE", "/hicache/storage-backend", storage.detach),
+        ("POST", "/clear_hicache_storage_backend", storage.clear),
         ("GET", "/", show_page),
         ("GET", "/openapi.json", show_openapi),
     ]

@@ -18,12 +18,13 @@ from app.models.bundled import BUNDLED_MODEL_NAME
 from app.observability.cache_journal import CacheJournal
 from app.observability.metrics import Metrics
 from app.providers.report import engine_facts
+from app.providers.tiers import seed_of
 from app.providers.warmup import level_of_server, warm_up
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.scheduler import Scheduler
 from app.server.admin_routes import AdminRoutes
 from app.server.asgi import make_app
-from app.server.cache_state import CacheSnapshot, RunningView, snapshot_of
+from app.server.cache_state import CacheSnapshot, RunningView, host_use, snapshot_of
 from app.server.engine_loop import EngineLoop
 from app.server.engine_watch import EngineWatch
 from app.server.gate import Gate
@@ -31,6 +32,8 @@ from app.server.generation import Generation
 from app.server.health_routes import HealthRoutes
 from app.server.http_body import BodyReader
 from app.server.served import Served
+from app.server.served_tiers import ServedTiers, TierParts
+from app.server.storage_routes import StorageRoutes
 from app.server.texts import Texts
 from app.server.token_routes import TokenRoutes
 
@@ -46,12 +49,16 @@ class Parts:
     watch: EngineWatch
     metrics: Metrics
     journal: CacheJournal
+    tiers: TierParts | None
     warm_up: Callable[[], Iterator[tuple[str, float]]]  # on the engine's thread, a step each time it goes on
 
     def make_app(self, engine: EngineLoop, args: HttpArgs, version: str) -> tuple[Gate, Texts, Starlette]:
         gate = Gate(engine, max_running=self.served.limits.max_running_requests, max_queued=args.max_queued_requests)
         texts = Texts(self.tokenizer)
         bodies = BodyReader(texts, max_bytes=args.max_body_bytes, timeout_s=args.body_timeout)
+        tiers = None if self.tiers is None else ServedTiers(engine, self.tiers)
+        if tiers is not None:
+            self.metrics.expose(tiers.collector)
         app = make_app(
             args=args,
             version=version,
@@ -74,8 +81,10 @@ class Parts:
                 bodies=bodies,
                 texts=texts,
                 snapshot=self._snapshot,
+                tiers=tiers,
             ),
-            health=HealthRoutes(engine=engine, watch=self.watch, gate=gate, metrics=self.metrics),
+            health=HealthRoutes(engine=engine, watch=self.watch, gate=gate, metrics=self.metrics, tiers=tiers),
+            storage=StorageRoutes(tiers=tiers, bodies=bodies),
         )
         return gate, texts, app
 
@@ -92,7 +101,8 @@ class Parts:
             )
             for each in self.scheduler.progress()
         ]
-        return snapshot_of(self.adapter, self.journal, requests)
+        host = None if self.tiers is None else host_use(self.tiers.control.counters())
+        return snapshot_of(self.adapter, self.journal, requests, host)
 
 
 def assemble(container: Container, served_model_name: str | None = None) -> Parts:
@@ -123,7 +133,24 @@ def assemble(container: Container, served_model_name: str | None = None) -> Part
         watch=watch,
         metrics=metrics,
         journal=journal,
+        tiers=_tier_parts(container),
         warm_up=partial(warm_up, container.runtime(), level, served.limits),
+    )
+
+
+def _tier_parts(container: Container) -> TierParts | None:
+    """None without --enable-hierarchical-cache."""
+    mover, lane = container.tier_mover(), container.storage_lane()
+    if mover is None or lane is None:
+        return None
+    return TierParts(
+        args=container.server_args(),
+        page_size=container.server_args().page_size,
+        control=container.tree_cache().tiers,
+        mover=mover,
+        lane=lane,
+        storage=container.storage(),
+        seed=seed_of(container.storage_ids()),
     )
 
 

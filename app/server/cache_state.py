@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.caches.inspection import CachedPrefix, TopPrefixes
+from app.caches.tiers.counters import TierCounters
 from app.observability.cache_journal import SECONDS_KEPT, Admission, CacheJournal, Eviction, JournalSnapshot
 from app.scheduler_adapter import PoolUse, SchedulerAdapter
 
@@ -19,6 +20,7 @@ TextOf = Callable[[list[int]], str]
 INTERVAL_S = 10
 TOP_PREFIXES = 20
 REQUESTS_SHOWN = 64
+HOST_TIER = "host memory"
 PREVIEW_CHARACTERS = 120
 
 # Control characters are made visible; the page may not be able to tell where a text ends otherwise.
@@ -56,23 +58,41 @@ class CacheSnapshot:
 
     page_size: int
     reuses_prefixes: bool
-    capacity: int
     pages: PoolUse
     top: TopPrefixes
     journal: JournalSnapshot
     requests: tuple[RunningView, ...]
+    host: PoolUse | None = None  # of the host pool
 
 
-def snapshot_of(adapter: SchedulerAdapter, journal: CacheJournal, requests: Sequence[RunningView]) -> CacheSnapshot:
-    """Read everything, on the engine's thread. `requests`: all that wait or run. Changes nothing."""
+def host_use(counters: TierCounters) -> PoolUse:
+    """Of the host pool: no request holds a page there, and what is neither free nor cached is being written."""
+    free, unlocked, locked = (
+        counters.num_host_pages_free,
+        counters.num_host_pages_unlocked,
+        counters.num_host_pages_locked,
+    )
+    return PoolUse(free, unlocked, locked, 0, counters.num_host_pages - free - unlocked - locked)
+
+
+def snapshot_of(
+    adapter: SchedulerAdapter,
+    journal: CacheJournal,
+    requests: Sequence[RunningView],
+    host: PoolUse | None = None,
+) -> CacheSnapshot:
+    """Read everything, on the engine's thread. `requests`: all that wait or run; `host`: None without a host tier.
+
+    Changes nothing.
+    """
     return CacheSnapshot(
         page_size=adapter.page_size,
         reuses_prefixes=adapter.reuses_prefixes,
-        capacity=adapter.capacity,
         pages=adapter.page_counts(),
         top=adapter.top_prefixes(TOP_PREFIXES),
         journal=journal.snapshot(),
         requests=tuple(requests),
+        host=host,
     )
 
 
@@ -91,7 +111,10 @@ def cache_state(snapshot: CacheSnapshot, *, facts: ServerFacts, uptime_s: float,
             "page_size": snapshot.page_size,
             "reuses_prefixes": snapshot.reuses_prefixes,
         },
-        "tiers": [_tier(facts.device_tier, snapshot)],
+        "tiers": [
+            _tier(facts.device_tier, snapshot.pages, snapshot.page_size),
+            *([] if snapshot.host is None else [_tier(HOST_TIER, snapshot.host, snapshot.page_size)]),
+        ],
         "hit_rate": {"interval_s": INTERVAL_S, "points": _points(journal)},
         "requests": _requests(snapshot.requests),
         "top_prefixes": {
@@ -111,18 +134,18 @@ def preview(text: str) -> str:
     return cut.translate(_VISIBLE).encode("utf-8", "replace").decode("utf-8")
 
 
-def _tier(name: str, snapshot: CacheSnapshot) -> dict[str, Any]:
+def _tier(name: str, use: PoolUse, page_size: int) -> dict[str, Any]:
     def amount(pages: int) -> dict[str, int]:
-        return {"pages": pages, "tokens": pages * snapshot.page_size}
+        return {"pages": pages, "tokens": pages * page_size}
 
     return {
         "name": name,
-        "capacity": amount(snapshot.capacity),
-        "cached_locked": amount(snapshot.pages.cached_locked),
-        "cached_unlocked": amount(snapshot.pages.cached_unlocked),
-        "held_by_requests": amount(snapshot.pages.held_by_requests),
-        "restoring": amount(snapshot.pages.restoring),
-        "free": amount(snapshot.pages.free),
+        "capacity": amount(sum(use)),
+        "cached_locked": amount(use.cached_locked),
+        "cached_unlocked": amount(use.cached_unlocked),
+        "held_by_requests": amount(use.held_by_requests),
+        "restoring": amount(use.restoring),
+        "free": amount(use.free),
     }
 
 

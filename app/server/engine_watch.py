@@ -13,6 +13,7 @@ from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.observer import StepTimes
 from app.scheduling.request import Request, RequestDelta, RequestOutput, Sequence
 from app.scheduling.scheduler import Scheduler
+from app.server.restore_watch import RestoreWatch
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class EngineWatch:
         self._timelines: dict[str, _Timeline] = {}
         self._deltas: list[RequestDelta] = []
         self._admitted: list[str] = []
+        self._restores = RestoreWatch(cache.tiers.counters)
         self.num_tokens = 0
         self.num_running = 0
         self.num_waiting = 0
@@ -54,10 +56,11 @@ class EngineWatch:
     def admitted(self, sequence: Sequence) -> None:
         self._admitted.append(sequence.request_id)
         cached = sequence.cached_tokens or 0
+        host, storage = sequence.restored_tokens
         timeline = self._timelines[sequence.request_id]
         self._metrics.admitted(
             prompt_tokens=sequence.prompt.size,
-            cached_tokens=cached,
+            cached_tokens={"device": cached - host - storage, "host": host, "storage": storage},
             queued_s=(time.monotonic_ns() - timeline.submitted) / 1e9,
         )
         miss = self._cache.explain_miss(sequence.key, cached)
@@ -129,3 +132,4 @@ class EngineWatch:
             free_tokens=pages.free * page,
             evictable_tokens=pages.cached_unlocked * page,
         )
+        self._restores.look(page)

@@ -18,7 +18,9 @@ from app.config.http_args import HttpArgs, is_loopback
 from app.server.openai_errors import forbidden, unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json"})
-ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request", "/cache_state"})
+ADMIN_PATHS = frozenset(
+    {"/flush_cache", "/abort_request", "/cache_state", "/hicache/storage-backend", "/clear_hicache_storage_backend"}
+)
 
 
 class Guard:

@@ -17,6 +17,7 @@ from app.server.engine_watch import EngineWatch
 from app.server.gate import Gate
 from app.server.openai_errors import engine_failed, no_token
 from app.server.replies import json_response
+from app.server.served_tiers import ServedTiers
 
 GENERATE_TIMEOUT_S = 30.0
 _POLL_S = 0.05
@@ -30,11 +31,14 @@ def is_probe(request_id: str) -> bool:
 
 
 class HealthRoutes:
-    def __init__(self, *, engine: EngineLoop, watch: EngineWatch, gate: Gate, metrics: Metrics) -> None:
+    def __init__(
+        self, *, engine: EngineLoop, watch: EngineWatch, gate: Gate, metrics: Metrics, tiers: ServedTiers | None
+    ) -> None:
         self._engine = engine
         self._watch = watch
         self._gate = gate
         self._metrics = metrics
+        self._tiers = tiers
 
     async def health(self, _http: HttpRequest) -> Response:
         """200 while the process serves; 503 before and after."""
@@ -73,4 +77,6 @@ class HealthRoutes:
         return json_response({"status": "ok"})
 
     async def metrics(self, _http: HttpRequest) -> Response:
+        if self._tiers is not None:
+            await self._tiers.refresh()
         return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -20,7 +20,9 @@ from app.server.rendering.bodies import (
 )
 from app.server.schemas import (
     AbortRequest,
+    AttachStorageRequest,
     ChatCompletionRequest,
+    ClearStorageRequest,
     CompletionRequest,
     DetokenizeRequest,
     FlushRequest,
@@ -34,6 +36,8 @@ _REQUESTS: tuple[type[msgspec.Struct], ...] = (
     DetokenizeRequest,
     AbortRequest,
     FlushRequest,
+    AttachStorageRequest,
+    ClearStorageRequest,
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     CompletionReply,
@@ -52,7 +56,7 @@ _ERRORS = {
     403: "This caller may not do that.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
-    409: "Requests are being served and read cached pages.",
+    409: "Not as things stand: requests read cached pages, or the storage is not there, or another one is.",
     413: "The body is too large.",
     415: "The body is not application/json.",
     429: "Too many requests are waiting.",
@@ -212,6 +216,37 @@ def _operations() -> list[Operation]:
             request=AbortRequest,
             content={"application/json": json_object},
             errors=(*_WITH_BODY, 503),
+        ),
+        Operation(
+            method="get",
+            path="/hicache/storage-backend",
+            summary="The storage below the host tier, and what it was used for.",
+            content={"application/json": json_object},
+            errors=(*_GUARDED, 409),
+        ),
+        Operation(
+            method="put",
+            path="/hicache/storage-backend",
+            summary="Attach a storage.",
+            request=AttachStorageRequest,
+            content={"application/json": json_object},
+            errors=(*_WITH_BODY, 409, 503),
+        ),
+        Operation(
+            method="delete",
+            path="/hicache/storage-backend",
+            summary="Detach the storage; its values stay.",
+            content={"application/json": json_object},
+            errors=(*_GUARDED, 409, 503),
+        ),
+        Operation(
+            method="post",
+            path="/clear_hicache_storage_backend",
+            summary="Delete every value of the storage.",
+            request=ClearStorageRequest,
+            body_required=False,
+            content={"application/json": json_object},
+            errors=(*_WITH_BODY, 409, 503),
         ),
         Operation(
             method="get",

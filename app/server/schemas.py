@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from app.config.server_args import MAX_GB
 from app.core.sampling import MAX_LOGPROBS
 from app.server.openai_errors import invalid_request, not_allowed
 
@@ -217,3 +218,18 @@ class FlushRequest(msgspec.Struct, frozen=True, kw_only=True):
     """timeout: seconds to wait for running requests to end."""
 
     timeout: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+
+
+class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields as the flags of the same names; what is left out is the backend's default."""
+
+    hicache_storage_backend: Annotated[str, Meta(min_length=1, max_length=256)]
+    hicache_storage_path: Annotated[str, Meta(max_length=4096)] = ""
+    hicache_storage_size: Annotated[float, Meta(gt=0, le=MAX_GB, description="GB, of 10^9 bytes.")] | None = None
+    hicache_storage_options: dict[str, str] = {}
+
+
+class ClearStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """timeout: seconds after which what is not deleted yet stays."""
+
+    timeout: Annotated[float, Meta(gt=0, le=3600)] = 60.0

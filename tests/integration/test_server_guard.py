@@ -21,7 +21,10 @@ BODIES = {
     "/detokenize": {"tokens": [1]},
     "/flush_cache": {},
     "/abort_request": {"rid": "none"},
+    "/hicache/storage-backend": {"hicache_storage_backend": "memory"},
+    "/clear_hicache_storage_backend": {},
 }
+OF_STORAGE = {"/hicache/storage-backend", "/clear_hicache_storage_backend"}
 KEYS = {"none": None, "wrong": "wrong-key", "client": CLIENT, "admin": ADMIN}
 SETTINGS = {
     "no key": {},
@@ -45,12 +48,13 @@ def local() -> Iterator[RunningServer]:
 
 
 def expected_status(path: str, settings: str, key: str) -> int:
+    let_in = 409 if path in OF_STORAGE else 200  # these servers have no tiers
     if path in OPEN_PATHS or settings == "no key":
-        return 200
+        return let_in
     if path in ADMIN_PATHS:
         allowed = {"a key": CLIENT}.get(settings, ADMIN)
         if KEYS[key] == allowed:
-            return 200
+            return let_in
         return 403 if (settings, key) == ("two keys", "client") else 401
     allowed_keys = {"a key": {CLIENT}, "two keys": {CLIENT, ADMIN}, "an admin key": set(KEYS.values())}[settings]
     return 200 if KEYS[key] in allowed_keys else 401
@@ -150,8 +154,9 @@ def test_an_unknown_route_is_told_as_an_error_body(local: RunningServer, path: s
 
 def test_a_wrong_method_names_the_right_one(local: RunningServer) -> None:
     with Asker(local.url) as asker:
-        for right, route in ROUTES:
-            for wrong in {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"} - {right}:
+        for route in {route for _, route in ROUTES}:
+            right = {method for method, path in ROUTES if path == route}
+            for wrong in {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"} - right:
                 reply = asker.http.request(wrong, route.replace("{model}", MODEL))
                 assert (reply.status_code, error_of(reply)["code"]) == (405, "method_not_allowed"), (wrong, route)
-                assert reply.headers["allow"] == right
+                assert set(reply.headers["allow"].split(", ")) == right

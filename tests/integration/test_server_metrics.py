@@ -23,26 +23,36 @@ def asker() -> Iterator[Asker]:
         yield made
 
 
-def documented() -> dict[str, str]:
-    """Kind by name, from the table in the documentation."""
-    table = DOCUMENT.read_text().partition("## Metrics")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| (\w+) \|", table, re.MULTILINE)
+def documented(*, with_tiers: bool) -> dict[str, str]:
+    """Kind by name, from the tables in the documentation."""
+    table, _, of_tiers = (
+        DOCUMENT.read_text().partition("## Metrics")[2].partition("\n## ")[0].partition("\n### Of tiers")
+    )
+    rows = re.findall(r"^\| (`.*?) \| (\w+) \|", table + of_tiers * with_tiers, re.MULTILINE)
     return {name: kind for names, kind in rows for name in re.findall(r"`(\w+)", names)}
 
 
-def test_the_documented_metrics_are_those_exposed(asker: Asker) -> None:
+def exposed(asker: Asker) -> dict[str, str]:
+    """Kind by name; every name begins with the prefix."""
     families = list(text_string_to_metric_families(asker.http.get("/metrics").text))
-    created = {family.name for family in families if family.name.endswith("_created")}
-
-    exposed = {}
+    assert all(family.name.startswith(PREFIX) for family in families)
+    kinds = {}
     for family in families:
-        if family.name not in created:
+        if not family.name.endswith("_created"):
             suffix = "_total" if family.type == "counter" else ""
             kind = "info" if family.name.endswith("_info") else family.type
-            exposed[family.name.removeprefix(PREFIX) + suffix] = kind
+            kinds[family.name.removeprefix(PREFIX) + suffix] = kind
+    return kinds
 
-    assert all(family.name.startswith(PREFIX) for family in families)
-    assert exposed == documented()
+
+def test_the_documented_metrics_are_those_exposed(asker: Asker) -> None:
+    assert exposed(asker) == documented(with_tiers=False)
+
+
+def test_the_documented_metrics_of_tiers_are_those_exposed() -> None:
+    tiers = {"cache_type": None, "enable_hierarchical_cache": True}
+    with running_server(**tiers) as server, Asker(server.url) as asker:
+        assert exposed(asker) == documented(with_tiers=True)
 
 
 def test_the_facts_are_labels_of_one_metric(asker: Asker) -> None:

@@ -18,6 +18,7 @@ from dependency_injector import providers
 
 from app.caches.base import CacheDeps, LockReceipt
 from app.caches.radix_cache import RadixCache
+from app.caches.tiers.counters import TierCounters
 from app.caches.tiers.ports import RestoredTokens
 from app.core.batch import BatchCompletion, BatchPlan, PreparedBatch
 from app.core.keys import TOKEN_BYTES, RadixKey
@@ -173,6 +174,9 @@ class ScriptedTiers:
 
     def flush(self) -> None:
         self._contents.clear()
+
+    def counters(self) -> TierCounters:
+        return TierCounters()
 
     def check_integrity(self) -> None:
         if self.begun:

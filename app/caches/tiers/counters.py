@@ -34,7 +34,8 @@ class TierCounters:
     host_hits: restores that were begun. not_worth_restoring: times that computing was expected to be quicker.
     backup_drops: what should have been backed up and was not, in transfers, by reason. restore_failures: by reason.
     queue_length: prefixes that wait to be backed up. bytes_in_flight: of backups and restores under way.
-    num_host_pages, num_host_pages_free: full pages of the host pool.
+    num_host_pages: full pages of the host pool; of those, num_host_pages_free by nobody held, and *_unlocked, *_locked
+        in the tree; the rest is being written.
     storage: what the storage tier counts.
     """
 
@@ -56,4 +57,6 @@ class TierCounters:
     rates: Rates = field(default_factory=Rates)
     num_host_pages: int = 0
     num_host_pages_free: int = 0
+    num_host_pages_unlocked: int = 0
+    num_host_pages_locked: int = 0
     storage: Any = None

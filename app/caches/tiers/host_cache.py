@@ -137,6 +137,16 @@ class HostCache:
             free.states + tree.evictable_states,
         )
 
+    @property
+    def unlocked_pages(self) -> int:
+        """Full pages of the tree that could be evicted."""
+        return self._tree.evictable_pages
+
+    @property
+    def locked_pages(self) -> int:
+        """Full pages of the tree that could not."""
+        return self._tree.protected_pages
+
     def make_room(self, counts: PageCounts) -> bool:
         """Evict until so many are available, and promise them to the caller until `end_plan`.
 

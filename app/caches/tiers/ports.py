@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from app.caches.tiers.counters import TierCounters
 from app.config.tier_settings import TierSettings
 from app.core.keys import Namespace, RadixKey
 from app.core.ports import TokenAllocator
@@ -110,6 +111,21 @@ class CacheTiers(Protocol):
         """Forget everything on the host that is not under way. Storage keeps what it has."""
         ...
 
+    def attach_storage(self, seed: Callable[[Namespace], bytes]) -> None:
+        """From now on prefixes are stored under keys whose chains begin with `seed`; nothing is known of what is there.
+
+        Also for one that is attached already: what was known of it is forgotten.
+        """
+        ...
+
+    def detach_storage(self) -> None:
+        """Ask for nothing more of the storage. What was sent still ends."""
+        ...
+
+    def counters(self) -> TierCounters:
+        """What happened so far, and what is under way. O(transfers under way)."""
+        ...
+
     def check_integrity(self) -> None:
         """Every host page is in one hand; what is under way is held; the host's tree is sound. O(pages)."""
         ...
@@ -162,6 +178,15 @@ class NoTiers:
 
     def flush(self) -> None:
         """Nothing is held."""
+
+    def attach_storage(self, seed: Callable[[Namespace], bytes]) -> None:
+        """There is nothing that could be stored."""
+
+    def detach_storage(self) -> None:
+        """There is none."""
+
+    def counters(self) -> TierCounters:
+        return TierCounters()
 
     def check_integrity(self) -> None:
         """Nothing is held."""

@@ -230,6 +230,8 @@ class Tiers:
             rates=self._restores.choice.rates,
             num_host_pages=self.host.capacities().pages,
             num_host_pages_free=self.host.available().pages,
+            num_host_pages_unlocked=self.host.unlocked_pages,
+            num_host_pages_locked=self.host.locked_pages,
             storage=self._storage.counters,
         )
 

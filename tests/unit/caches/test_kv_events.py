@@ -166,6 +166,42 @@ def test_a_listener_that_joined_late_never_believes_too_much(rig: CacheRig, reco
     assert late.page_hashes == set()
 
 
+def test_what_nobody_drains_is_forgotten_and_listeners_believe_less() -> None:
+    # given a recorder that holds three events, and a listener of the first one
+    recorder = KvEventRecorder(page_size=4, max_events=3)
+    rig = CacheRig("radix_cache", events=recorder)
+    replica = KvEventReplica()
+    rig.store(range(8))
+    replica.apply(recorder.drain())
+
+    # when
+    for first in range(100, 108):
+        rig.store(range(first, first + 4))
+
+    # then
+    events = recorder.drain()
+    assert events[0] == AllBlocksCleared()
+    assert len(events) <= 3
+    assert recorder.num_forgotten > 0
+    replica.apply(events)
+    assert 0 < len(replica.page_hashes) < 10
+    held = {page for first in range(100, 108) for page in hashes_of(key_of(range(first, first + 4)))}
+    assert replica.page_hashes <= held
+
+
+def test_a_listener_of_one_medium_ignores_the_others() -> None:
+    device, host = KvEventRecorder(page_size=4), KvEventRecorder(page_size=4, medium="host")
+    replicas = {"device": KvEventReplica(), "host": KvEventReplica("host")}
+    for recorder in (device, host):
+        CacheRig("radix_cache", events=recorder).store(range(8))
+    host.cleared()
+
+    for replica in replicas.values():
+        replica.apply([*device.drain(), *host.drain()])
+
+    assert (len(replicas["device"].page_hashes), len(replicas["host"].page_hashes)) == (2, 0)
+
+
 def test_nothing_is_hashed_while_nobody_listens(mocker: MockerFixture) -> None:
     # given
     hashing = mocker.spy(telling, "page_hashes")

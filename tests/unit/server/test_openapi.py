@@ -12,7 +12,9 @@ from app.server.openapi import document
 from app.server.parsing import parse_body
 from app.server.schemas import (
     AbortRequest,
+    AttachStorageRequest,
     ChatCompletionRequest,
+    ClearStorageRequest,
     CompletionRequest,
     DetokenizeRequest,
     FlushRequest,
@@ -27,6 +29,8 @@ VALID: dict[type[msgspec.Struct], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1]},
     AbortRequest: {"rid": "r"},
     FlushRequest: {},
+    AttachStorageRequest: {"hicache_storage_backend": "memory"},
+    ClearStorageRequest: {},
 }
 
 
@@ -96,6 +100,10 @@ def test_every_route_is_described() -> None:
         "get /server_info",
         "post /flush_cache",
         "post /abort_request",
+        "get /hicache/storage-backend",
+        "put /hicache/storage-backend",
+        "delete /hicache/storage-backend",
+        "post /clear_hicache_storage_backend",
         "get /metrics",
         "get /cache_state",
         "get /",
