@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from app.commands import bench, bench_serve, cache, demo, doctor, generate, serve
+from app.commands import bench, bench_serve, bench_tiers, cache, demo, doctor, generate, serve
 from app.commands.arguments import Flag, UsageError, did_you_mean, flags_of, from_environment, parse
 from app.config.server_args import ServerArgs
 from app.errors import AppError, BatchOrderError, IntegrityError, OwnershipError
@@ -63,6 +63,20 @@ COMMANDS = (
         bench.BenchEngineArgs,
         bench.run_engine,
         lambda args: args.server,
+    ),
+    Command(
+        ("bench", "overlap"),
+        "measure copies between tiers beside compute",
+        bench_tiers.BenchOverlapArgs,
+        bench_tiers.run_overlap,
+        lambda args: args.server,
+    ),
+    Command(
+        ("bench", "tiers"),
+        "measure two and three tiers on a trace",
+        bench_tiers.BenchTiersArgs,
+        bench_tiers.run_tiers,
+        lambda _: ServerArgs(),
     ),
     Command(
         ("bench", "serve"),

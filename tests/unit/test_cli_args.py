@@ -27,6 +27,7 @@ from app.errors import IntegrityError, OutOfPagesError, RequestError, UnknownCac
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = (ServerArgs, HttpArgs, *(command.arguments for command in cli.COMMANDS))
+BENCHES = "tree, policies, engine, overlap, tiers, serve, compare"
 HELP_LEVELS = [[], *([*command.words] for command in cli.COMMANDS), ["bench"]]
 
 
@@ -123,7 +124,7 @@ def test_module_and_console_script_are_the_same_program() -> None:
     result = subprocess.run([sys.executable, "-m", "app", "bench"], capture_output=True, text=True, cwd=ROOT)
 
     assert result.returncode == 2
-    assert result.stderr == "tpukv: error: tpukv bench needs a command: one of tree, policies, engine, serve, compare\n"
+    assert result.stderr == f"tpukv: error: tpukv bench needs a command: one of {BENCHES}\n"
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -138,10 +139,10 @@ def test_module_and_console_script_are_the_same_program() -> None:
             "tpukv has no command 'generat', did you mean generate?: "
             "one of serve, generate, demo, doctor, bench, cache",
         ),
-        ("bench", "tpukv bench needs a command: one of tree, policies, engine, serve, compare"),
+        ("bench", f"tpukv bench needs a command: one of {BENCHES}"),
         (
             "bench tre",
-            "tpukv bench has no command 'tre', did you mean tree?: one of tree, policies, engine, serve, compare",
+            f"tpukv bench has no command 'tre', did you mean tree?: one of {BENCHES}",
         ),
         (
             "--page-size 4 generate",

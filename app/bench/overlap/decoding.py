@@ -1,0 +1,123 @@
+"""Copies beside running decodes: how much of a restore's time lies behind steps, and what backups cost a token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from app.bench.overlap.recording import Event, hidden_share, idle_share
+from app.bench.overlap.rig import OverlapRig
+
+_WARM_UP_STEPS = 2  # of a window, which may see what the one before began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLoad:
+    """rows decode all the while, from contexts of `context` tokens. prefixes, of prefix_tokens each: what moves.
+
+    windows, of window_steps each: with backups and without, in turn.
+    """
+
+    rows: int = 4
+    context: int = 32
+    prefixes: int = 6
+    prefix_tokens: int = 512
+    windows: int = 16
+    window_steps: int = 16
+
+
+def restores_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> tuple[dict[str, Any], list[Event]]:
+    """Requests with a prefix on the host arrive one after another while others decode. -> figures, what happened."""
+    prefixes = _prefixes_on_device(rig, load)
+    _start_decoding(rig, load, outputs=load.prefixes * 24 + 16)
+    drawn_from = time.monotonic()  # the picture shows how they got to the host as well
+    for prefix in prefixes:
+        rig.hit(prefix)
+    _until_settled(rig)
+    rig.cache.evict(rig.cache.evictable_pages)
+    _until_settled(rig)
+    restored = rig.tiers.counters().restored_tokens
+    began, cpu = time.monotonic(), time.thread_time()
+    for prefix in prefixes:
+        rig.add(np.concatenate([prefix, rig.tokens(3)]), 1)
+        for _ in range(4):
+            rig.scheduler.step()
+        while rig.scheduler.num_waiting:
+            rig.scheduler.step()
+    cpu_share = (time.thread_time() - cpu) / (time.monotonic() - began)
+    rig.finish()
+    events = rig.recorder.since(began)
+    steps = [event for event in events if event.lane == "compute"]
+    expected = load.prefixes * (load.prefix_tokens // rig.page_size) * rig.page_size
+    moved = rig.tiers.counters().restored_tokens - restored
+    figures = {
+        "restore_hidden_share": hidden_share((event for event in events if event.lane == "to device"), steps),
+        "restored_share": moved / expected,
+        "scheduler_cpu_share": cpu_share,
+        "idle_share": idle_share(steps),
+    }
+    return figures, rig.recorder.since(drawn_from)
+
+
+def backups_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> dict[str, Any]:
+    """Inter-token times of the same rows, in windows in which prefixes are copied out and in windows without."""
+    prefixes = _prefixes_on_device(rig, load)
+    total = load.windows * (load.window_steps + _WARM_UP_STEPS)
+    _start_decoding(rig, load, outputs=3 * total + 64)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    num_bytes = 0
+    for window in range(load.windows):
+        backs_up = window % 2 == 1
+        before = rig.tiers.counters().backed_up_bytes
+        for step in range(_WARM_UP_STEPS + load.window_steps):
+            if backs_up:
+                rig.hit(prefixes[step % len(prefixes)])
+                if step % len(prefixes) == len(prefixes) - 1:
+                    rig.empty_host()  # all of it is to be copied again
+            began = time.perf_counter()
+            rig.scheduler.step()
+            if step >= _WARM_UP_STEPS:
+                times[backs_up].append(time.perf_counter() - began)
+        num_bytes += rig.tiers.counters().backed_up_bytes - before
+        _until_settled(rig)
+    rig.finish()
+    rig.empty_device()
+    rig.empty_host()
+    points = {q: [float(np.percentile(times[arm], q)) for arm in (True, False)] for q in (50, 99)}
+    return {
+        "itl_ratio_p50": points[50][0] / points[50][1],
+        "itl_ratio_p99": points[99][0] / points[99][1],
+        "itl_ms": {
+            "with_p50": 1e3 * points[50][0],
+            "without_p50": 1e3 * points[50][1],
+            "with_p99": 1e3 * points[99][0],
+            "without_p99": 1e3 * points[99][1],
+        },
+        "backed_up_mb_per_s": num_bytes / 1e6 / sum(times[True]) if times[True] else 0.0,
+    }
+
+
+def _prefixes_on_device(rig: OverlapRig, load: DecodeLoad) -> list[np.ndarray]:
+    prefixes = [rig.tokens(load.prefix_tokens) for _ in range(load.prefixes)]
+    for prefix in prefixes:
+        rig.serve(np.concatenate([prefix, rig.tokens(3)]))
+    rig.settle()
+    return prefixes
+
+
+def _start_decoding(rig: OverlapRig, load: DecodeLoad, outputs: int) -> None:
+    for _ in range(load.rows):
+        rig.add(rig.tokens(load.context), outputs)
+    while rig.scheduler.num_waiting:
+        rig.scheduler.step()
+    for _ in range(4):
+        rig.scheduler.step()
+
+
+def _until_settled(rig: OverlapRig) -> None:
+    """While rows go on decoding."""
+    while rig.scheduler.has_background_work() and rig.scheduler.has_work():
+        rig.scheduler.step()
