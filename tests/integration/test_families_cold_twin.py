@@ -16,6 +16,7 @@ from dependency_injector import providers
 
 from app.config.server_args import ServerArgs
 from app.core.sampling import MAX_LOGPROBS, SamplingParams
+from app.hicache.identities import FAKE_WEIGHTS
 from app.models.hf_config import model_config_from_hf
 from app.providers.testing import Override, fake_model, overridden
 from app.scheduling.engine import generate_all
@@ -28,6 +29,8 @@ FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.json"))
 
 class SeededModel:
     """Stands for a checkpoint: weights by name."""
+
+    digest = FAKE_WEIGHTS
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
         self._tensors = seeded_weights(shapes)
