@@ -69,10 +69,10 @@ demo: $(APP_DEPS) $(STAMPS)/model ## serve the bundled model on this machine's C
 	@$(BIN)/python -m app demo $(ARGS)
 
 test: $(TEST_DEPS) ## run the tests, without those marked slow
-	$(QUICK) $(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(QUICK) $(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
-	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(MAKE) test-browser test-aiperf test-mooncake test-tpu
 
 test-browser: $(TEST_DEPS) $(STAMPS)/browser ## run the tests of the page; they need Chromium on the PATH

@@ -66,15 +66,18 @@ class WindowRows:
         self._num_shared = np.zeros(num_rows, np.int32)
         self._retired = np.zeros(num_rows, np.int32)
         self._settled = np.zeros(num_rows, np.int32)
+        self._is_somebodys = np.zeros(num_rows, np.bool_)
 
     def begin(self, row: int, num_shared: int) -> None:
         """The row starts with so many pages of the cache."""
         self._num_shared[row] = num_shared
         self._retired[row] = 0
         self._settled[row] = num_shared * self._page_size
+        self._is_somebodys[row] = True
 
     def end(self, rows: int | np.ndarray) -> None:
-        """The rows are nobody's: nothing of them retires."""
+        """The rows are nobody's: nothing of them retires, though a step of theirs may still be read."""
+        self._is_somebodys[rows] = False
         self._num_shared[rows] = self._retired[rows] = self._settled[rows] = 0
 
     def share(self, rows: int | np.ndarray, num_shared: int | np.ndarray) -> None:
@@ -89,7 +92,7 @@ class WindowRows:
         """What `retire` would retire now. O(rows), whatever their lengths."""
         frontiers = first_needed_page(self._settled, self._window, self._page_size)
         begins = np.maximum(self._num_shared, self._retired)
-        rows = np.flatnonzero(frontiers > begins)
+        rows = np.flatnonzero(self._is_somebodys & (frontiers > begins))
         return RetiredPages(rows, begins[rows], frontiers[rows])
 
     def retire(self) -> RetiredPages:

@@ -25,6 +25,7 @@ from app.hicache.identities import FAKE_WEIGHTS
 from app.providers.tiers import identities
 from app.text.byte_tokenizer import ByteDetokenizer, ByteTokenizer
 from app.tpu.cpu_fake import FakeDevicePool, FakeModelRunner, fake_model_config
+from app.tpu.failing_runner import FailingRunner, InjectedFailure
 from app.tpu.hybrid_fake import FakeHybridPool, HybridFakeRunner
 from app.tpu.hybrid_layout import HybridSpec
 
@@ -49,6 +50,15 @@ def _fake_runner(config: ModelConfig) -> ModelRunner:
     if config.is_hybrid:
         return HybridFakeRunner(config.vocab_size, config.sliding_window)
     return FakeModelRunner(config.vocab_size)
+
+
+def failing_runner(failure: InjectedFailure) -> Override:
+    """The fake model of whatever kind is served, on a device that fails once."""
+    return lambda container: providers.ThreadSafeSingleton(_failing_runner, container.base_model_config, failure)
+
+
+def _failing_runner(config: ModelConfig, failure: InjectedFailure) -> ModelRunner:
+    return FailingRunner(_fake_runner(config), failure)
 
 
 def fake_model(model: ModelConfig | None = None) -> dict[str, Override]:

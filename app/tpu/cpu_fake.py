@@ -6,7 +6,6 @@ depends on the contents of every page that it reads, so that one wrong page, pos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,18 +88,6 @@ class FakeDevicePool(DonationEnforced, MHATokenToKVPool):
         self.put(jax.tree.map(lambda array: array.at[pages].set(POISON), self.take()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeFailure:
-    """Which step fails, counted from 0 over decode and extend calls together, and where it is noticed.
-
-    at_dispatch: the call raises. Otherwise the call returns and its arrays raise when they are read, as a device that
-    fails while it runs does. The lent arrays are consumed either way.
-    """
-
-    step: int
-    at_dispatch: bool
-
-
 class FakeModelRunner:
     """A ModelRunner whose logits are a hash of what it reads from the pool.
 
@@ -112,10 +99,8 @@ class FakeModelRunner:
     Needs no weights. Works on any pool of those two types; other arrays are handed through untouched.
     """
 
-    def __init__(self, vocab_size: int, *, fail: FakeFailure | None = None) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._fail = fail
-        self._steps = 0
 
     @property
     def vocab_size(self) -> int:
@@ -128,18 +113,9 @@ class FakeModelRunner:
         """Nothing to drop."""
 
     def decode(self, buffers: KVBuffers, inputs: DecodeInputs) -> tuple[KVBuffers, jax.Array]:
-        return self._step(buffers, decode_as_extend(inputs))
+        return self.extend(buffers, decode_as_extend(inputs))
 
     def extend(self, buffers: KVBuffers, inputs: ExtendInputs) -> tuple[KVBuffers, jax.Array]:
-        return self._step(buffers, inputs)
-
-    def _step(self, buffers: KVBuffers, inputs: ExtendInputs) -> tuple[KVBuffers, jax.Array]:
-        failure = self._fail if self._fail and self._fail.step == self._steps else None
-        self._steps += 1
-        if failure and failure.at_dispatch:
-            for array in jax.tree.leaves(buffers):
-                array.delete()
-            raise RuntimeError("injected failure at dispatch")
         low, high, logits = _hash_step(
             buffers.keys[0],
             buffers.values[-1],
@@ -151,7 +127,7 @@ class FakeModelRunner:
             vocab_size=self._vocab_size,
         )
         buffers = KVBuffers(keys=(low, *buffers.keys[1:]), values=(*buffers.values[:-1], high))
-        return _failing(buffers, logits) if failure else (buffers, logits)
+        return buffers, logits
 
 
 @jax.jit
@@ -256,24 +232,3 @@ def mix(value: jax.Array, position: jax.Array) -> jax.Array:
 
 def _halved(half: jax.Array, buffer: jax.Array) -> jax.Array:
     return jnp.broadcast_to(half.astype(buffer.dtype)[:, None], (half.size, buffer.shape[-1]))
-
-
-def _failing(buffers: KVBuffers, logits: jax.Array) -> tuple[KVBuffers, jax.Array]:
-    """The same arrays, donated to a program that fails once it runs, which is after this has returned."""
-    zero = jnp.float32(0)
-    program = _run_out_of_memory.lower((buffers, logits), zero).compile()  # before `_busy` starts the clock
-    return program((buffers, logits), _busy(zero))
-
-
-@jax.jit
-def _busy(seed: jax.Array) -> jax.Array:
-    """`seed`, which must be 0, after a tenth of a second or more: time to dispatch what follows the failing program."""
-    square = jnp.full((256, 256), seed)
-    return jax.lax.fori_loop(0, 500, lambda _, held: held @ held, square)[0, 0]
-
-
-@partial(jax.jit, donate_argnums=0)
-def _run_out_of_memory(arrays: tuple[KVBuffers, jax.Array], zero: jax.Array) -> tuple[KVBuffers, jax.Array]:
-    """`arrays`, were there 2**60 bytes to compute them with."""
-    huge = jax.lax.sort(jax.lax.iota(jnp.uint8, 2**60) * zero.astype(jnp.uint8))
-    return jax.tree.map(lambda array: array + huge[-1].astype(array.dtype), arrays)

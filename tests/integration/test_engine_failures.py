@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from dependency_injector import providers
 
 from app.core.keys import RadixKey
 from app.errors import StaleHandleError
-from app.providers.testing import Override
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
-from tests.support.engine import VOCAB_SIZE, Engine
+from app.providers.testing import Override, failing_runner
+from app.tpu.failing_runner import InjectedFailure
+from tests.support.engine import Engine
 
 OpenEngine = Callable[..., Engine]
 
@@ -22,8 +22,8 @@ OVERLAP = [pytest.param(True, id="overlap"), pytest.param(False, id="one at a ti
 
 def failing(step: int, at_dispatch: bool) -> dict[str, Override]:
     """A model whose program number `step` fails."""
-    failure = FakeFailure(step=step, at_dispatch=at_dispatch)
-    return {"model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, VOCAB_SIZE, fail=failure)}
+    failure = InjectedFailure(step=step, at_dispatch=at_dispatch)
+    return {"model_runner": failing_runner(failure)}
 
 
 def check_failed_over(engine: Engine, generation: int) -> None:
@@ -60,6 +60,33 @@ def test_running_requests_fail_and_waiting_ones_are_served(
     # then
     check_failed_over(opened, generation)
     assert sum(output.finish_reason == "length" for output in opened.outputs.values()) >= 3
+
+
+@pytest.mark.parametrize("overlap", OVERLAP)
+@pytest.mark.parametrize("at_dispatch", KINDS)
+@pytest.mark.parametrize(
+    "kind", [{"window": 6}, {"recurrent": True}, {"window": 6, "recurrent": True}], ids=["swa", "recurrent", "all"]
+)
+def test_so_it_is_with_windows_and_states(
+    engine: OpenEngine, kind: dict[str, Any], at_dispatch: bool, overlap: bool
+) -> None:
+    """Steps that are read after the pool was lost move no window, and their snapshots go."""
+    snapshots = {"recurrent_track_interval": 8, "max_recurrent_snapshots": 24} if "recurrent" in kind else {}
+    for step in (0, 3, 6, 9):
+        opened = engine(
+            **kind,
+            **snapshots,
+            cache_type=None,
+            overrides=failing(step, at_dispatch),
+            disable_overlap=not overlap,
+            max_running_requests=2,
+            chunked_prefill_size=8,
+        )
+        generation = opened.runtime.identity.generation
+        for index in range(5):
+            opened.add([*range(20), index, index], max_tokens=6 + index)
+
+        check_failed_over(opened, generation)
 
 
 @pytest.mark.parametrize("at_dispatch", KINDS)

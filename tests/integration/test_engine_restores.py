@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dependency_injector import providers
 
 from app.errors import OutOfPagesError
+from app.providers.testing import failing_runner
 from app.scheduling.engine import generate_all
 from app.scheduling.launching import PATIENCE_S
 from app.scheduling.request import Request
 from app.scheduling.restoring import MAX_RESTORES
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
+from app.tpu.failing_runner import InjectedFailure
 from tests.integration.test_engine_boundary import Meter, metered_parts, watch_runtime
-from tests.support.engine import VOCAB_SIZE, RuntimeSpy
+from tests.support.engine import RuntimeSpy
 from tests.support.scripted_tiers import TieredEngine, tiered
 
 OpenTiered = Callable[..., TieredEngine]
@@ -328,9 +328,9 @@ def test_a_refused_plan_with_a_restore_is_planned_again_without_it(open_tiered: 
 def test_a_device_failure_while_restoring(open_tiered: OpenTiered, step: int, at_dispatch: bool, overlap: bool) -> None:
     """What was on its way is lost, what is on the host is not: the request is restored into the new pool."""
     # given: hosting takes programs 0 to 2
-    failure = FakeFailure(step=step, at_dispatch=at_dispatch)
+    failure = InjectedFailure(step=step, at_dispatch=at_dispatch)
     rig = open_tiered(
-        overrides={"model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, VOCAB_SIZE, fail=failure)},
+        overrides={"model_runner": failing_runner(failure)},
         disable_overlap=not overlap,
     )
     generation = rig.engine.runtime.identity.generation

@@ -17,7 +17,8 @@ from app.server.assembly import Parts, assemble
 from app.server.engine_loop import EngineLoop
 from app.server.run import listen, serve
 from app.server.shutdown import Shutdown
-from app.tpu.cpu_fake import FakeFailure, fake_model_config
+from app.tpu.cpu_fake import fake_model_config
+from app.tpu.failing_runner import FailingRunner, InjectedFailure
 from tests.support.asking import COMPLETIONS, Asker, body, error_of, text_of, wait_until
 from tests.support.engine import CONTEXT_LENGTH, VOCAB_SIZE, cold_tokens, server_args
 from tests.support.paced_model import HeldRunner, model_runner
@@ -29,8 +30,9 @@ FAILING_STEP = 12  # of those that the model is asked for, the server's own test
 
 @pytest.mark.parametrize("at_dispatch", [True, False], ids=["at dispatch", "while it runs"])
 def test_a_device_failure_costs_the_running_requests_and_the_server_serves_on(at_dispatch: bool) -> None:
-    model = HeldRunner(FakeFailure(step=FAILING_STEP, at_dispatch=at_dispatch))
-    with running_server(overrides=model_runner(model)) as server, Asker(server.url) as asker:
+    model = HeldRunner()
+    failing = FailingRunner(model, InjectedFailure(step=FAILING_STEP, at_dispatch=at_dispatch))
+    with running_server(overrides=model_runner(failing)) as server, Asker(server.url) as asker:
         # given: one of each kind
         with ThreadPoolExecutor(2) as pool:
             model.hold()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from dependency_injector import providers
 
 from app.core.keys import Namespace
 from app.hicache.storage.base import HiCacheStorage, PageKey
@@ -27,8 +25,8 @@ from app.hicache.storage.doubles import (
     of_another_model,
 )
 from app.hicache.storage.memory import MemoryStorage
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
-from tests.support.engine import VOCAB_SIZE
+from app.providers.testing import failing_runner
+from app.tpu.failing_runner import InjectedFailure
 from tests.support.storage import IDENTITY
 from tests.support.tiered_engine import (
     MODELS,
@@ -304,14 +302,15 @@ def test_an_abort_at_any_point_of_a_restore_or_fetch(model: str, overlap: bool) 
 
 
 @pytest.mark.parametrize("at_dispatch", [True, False], ids=["at dispatch", "while it runs"])
-def test_the_host_outlives_a_device_that_fails_with_transfers_under_way(at_dispatch: bool) -> None:
+@EVERY_MODEL
+def test_the_host_outlives_a_device_that_fails_with_transfers_under_way(model: str, at_dispatch: bool) -> None:
     num_hosted = 0
     for step in range(6, 26, 3):
         copies = FatedCopies()
         copies.polls_late = 2
-        failure = FakeFailure(step=step, at_dispatch=at_dispatch)
-        runner = {"model_runner": _failing(failure)}
-        with tiered_site(**tier_fields(), overrides={**runner, **with_copies(copies)}) as site:
+        failure = InjectedFailure(step=step, at_dispatch=at_dispatch)
+        runner = {"model_runner": failing_runner(failure)}
+        with tiered_site(model, **tier_fields(), overrides={**runner, **with_copies(copies)}) as site:
             site.ask(PROMPT)
             site.engine.add(OTHER, max_tokens=8)
             site.step(2)
@@ -325,10 +324,6 @@ def test_the_host_outlives_a_device_that_fails_with_transfers_under_way(at_dispa
             num_hosted += hits.host > 0
             assert site.ask(PROMPT).output.finish_reason == "length"
     assert num_hosted > 0
-
-
-def _failing(failure: FakeFailure) -> Callable[[Any], providers.Provider[object]]:
-    return lambda _: providers.ThreadSafeSingleton(FakeModelRunner, VOCAB_SIZE, fail=failure)
 
 
 # -- whose prefix it is -----------------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from dependency_injector import providers
 
+from app.core.ports import ModelRunner
 from app.providers.testing import Override
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
+from app.tpu.cpu_fake import FakeModelRunner
 from tests.support.engine import VOCAB_SIZE
 
 # Nothing is measured by it: a test that gets here has failed, and must not hang.
 PATIENCE_S = 60.0
 
 
-def model_runner(runner: FakeModelRunner) -> dict[str, Override]:
+def model_runner(runner: ModelRunner) -> dict[str, Override]:
     """Overrides that put `runner` in the model's place."""
     return {"model_runner": lambda _: providers.Object(runner)}
 
@@ -28,8 +29,8 @@ def model_runner(runner: FakeModelRunner) -> dict[str, Override]:
 class HeldRunner(FakeModelRunner):
     """Between `hold` and `release` no step goes through, so that the engine stands still with whatever it has."""
 
-    def __init__(self, fail: FakeFailure | None = None) -> None:
-        super().__init__(VOCAB_SIZE, fail=fail)
+    def __init__(self) -> None:
+        super().__init__(VOCAB_SIZE)
         self._open = threading.Event()
         self._open.set()
         self._stuck = threading.Event()
@@ -45,11 +46,11 @@ class HeldRunner(FakeModelRunner):
         """Until the engine wants a step that it does not get."""
         assert self._stuck.wait(PATIENCE_S), "the engine asked for no step"
 
-    def _step(self, buffers: Any, inputs: Any) -> Any:
+    def extend(self, buffers: Any, inputs: Any) -> Any:
         if not self._open.is_set():
             self._stuck.set()
             assert self._open.wait(PATIENCE_S), "nobody released the model"
-        return super()._step(buffers, inputs)
+        return super().extend(buffers, inputs)
 
 
 class SlowRunner(FakeModelRunner):
@@ -59,9 +60,9 @@ class SlowRunner(FakeModelRunner):
         super().__init__(VOCAB_SIZE)
         self._seconds = seconds
 
-    def _step(self, buffers: Any, inputs: Any) -> Any:
+    def extend(self, buffers: Any, inputs: Any) -> Any:
         time.sleep(self._seconds)
-        return super()._step(buffers, inputs)
+        return super().extend(buffers, inputs)
 
 
 class ScriptedRunner(FakeModelRunner):
@@ -77,8 +78,8 @@ class ScriptedRunner(FakeModelRunner):
         self._prompt_tokens = prompt_tokens
         self._script = np.array(tokens, np.int32)
 
-    def _step(self, buffers: Any, inputs: Any) -> Any:
-        buffers, logits = super()._step(buffers, inputs)
+    def extend(self, buffers: Any, inputs: Any) -> Any:
+        buffers, logits = super().extend(buffers, inputs)
         lengths = np.asarray(inputs.prefix_lengths) + np.asarray(inputs.chunk_lengths)
         places = np.clip(lengths - self._prompt_tokens, 0, self._script.size - 1)
         return buffers, jax.device_put(_certain(self._script[places]), logits.sharding)

@@ -95,3 +95,17 @@ def test_copying_rows_leaves_the_original_alone() -> None:
     tried = rows.copy()
     assert tried.retire().num_pages == 8
     assert rows.due().num_pages == 8
+
+
+def test_a_step_that_is_read_after_its_row_ended_retires_nothing() -> None:
+    rows = WindowRows(2, 2, 1)
+    rows.begin(0, 0)
+    rows.begin(1, 0)
+    rows.end(0)
+
+    rows.settle(np.array([0, 1]), np.array([8, 8]))
+
+    assert rows.due().rows.tolist() == [1]
+    rows.clear()
+    rows.settle(1, 9)
+    assert rows.retire().rows.size == 0

@@ -10,10 +10,11 @@ from dependency_injector import providers
 
 from app.core.sampling import SamplingParams
 from app.errors import NodesFailedError
-from app.providers.testing import Override
+from app.providers.testing import Override, failing_runner
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
-from app.tpu.cpu_fake import FakeDevicePool, FakeFailure, FakeModelRunner
+from app.tpu.cpu_fake import FakeDevicePool
+from app.tpu.failing_runner import InjectedFailure
 from tests.support.engine import VOCAB_SIZE
 from tests.support.runtime import ints, opened_runtime
 
@@ -29,12 +30,12 @@ class PoolOnTwoNodes(FakeDevicePool):
 
 
 def failing(step: int, at_dispatch: bool) -> dict[str, Override]:
-    failure = FakeFailure(step=step, at_dispatch=at_dispatch)
+    failure = InjectedFailure(step=step, at_dispatch=at_dispatch)
     return {
         "device_pool": lambda container: providers.ThreadSafeSingleton(
             PoolOnTwoNodes, container.pool_spec, container.mesh
         ),
-        "model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, VOCAB_SIZE, fail=failure),
+        "model_runner": failing_runner(failure),
     }
 
 

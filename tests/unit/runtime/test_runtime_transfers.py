@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dependency_injector import providers
 
 from app.core.batch import BatchPlan
 from app.core.handles import CacheExtentRef
 from app.core.transfers import Fetch, Lookup, PageIds, PageKeys, TransferPlan
 from app.errors import ConfigError, OutOfPagesError
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
+from app.providers.testing import failing_runner
+from app.tpu.failing_runner import InjectedFailure
 from app.tpu.slow_copies import SlowCopies
-from tests.support.engine import VOCAB_SIZE, cold_tokens
+from tests.support.engine import cold_tokens
 from tests.support.runtime import GREEDY, RuntimeRig, opened_runtime
 from tests.support.scripted_lane import ScriptedLane
 from tests.support.tier_rig import PAGE_SIZE, LandedCopies, TierRig, opened_tiers
@@ -315,8 +315,8 @@ def test_a_plan_without_rows_does_not_wait_for_the_device() -> None:
 
 
 def failing(step: int, *, at_dispatch: bool) -> dict[str, Any]:
-    failure = FakeFailure(step=step, at_dispatch=at_dispatch)
-    return {"model_runner": lambda _: providers.ThreadSafeSingleton(FakeModelRunner, VOCAB_SIZE, fail=failure)}
+    failure = InjectedFailure(step=step, at_dispatch=at_dispatch)
+    return {"model_runner": failing_runner(failure)}
 
 
 @pytest.mark.parametrize("at_dispatch", [pytest.param(True, id="at dispatch"), pytest.param(False, id="running")])

@@ -13,7 +13,8 @@ from app.errors import OwnershipError
 from app.providers.testing import overridden
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
-from app.tpu.cpu_fake import FakeFailure, FakeModelRunner
+from app.tpu.cpu_fake import FakeModelRunner
+from app.tpu.failing_runner import FailingRunner, InjectedFailure
 from tests.support.compiling import compiled_programs
 from tests.support.engine import VOCAB_SIZE, Engine, server_args
 from tests.support.paced_model import model_runner
@@ -121,7 +122,7 @@ def test_rows_of_requests_are_left_alone(engine: Callable[..., Engine]) -> None:
 
 
 def test_a_failure_is_raised_and_the_pool_is_new(engine: Callable[..., Engine]) -> None:
-    failing = FakeModelRunner(VOCAB_SIZE, fail=FakeFailure(step=1, at_dispatch=True))
+    failing = FailingRunner(FakeModelRunner(VOCAB_SIZE), InjectedFailure(step=1, at_dispatch=True))
     opened = engine(**SIZES, overrides=model_runner(failing))
     before = opened.runtime.identity
 

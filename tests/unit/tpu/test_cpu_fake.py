@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.core.ports import DecodeInputs, PoolSpec
+from app.core.ports import DecodeInputs, ModelRunner, PoolSpec
 from app.errors import OwnershipError
-from app.tpu.cpu_fake import LOGIT_SCALE, POISON, FakeDevicePool, FakeFailure, FakeModelRunner, fake_model_config
+from app.tpu.cpu_fake import LOGIT_SCALE, POISON, FakeDevicePool, FakeModelRunner, fake_model_config
+from app.tpu.failing_runner import FailingRunner, InjectedFailure
 from tests.support.llama_rig import Rows, spec_of
 
 CONFIG = fake_model_config()
@@ -23,8 +24,12 @@ def open_pool(dtype: str = "float32", num_layers: int = 1) -> FakeDevicePool:
     return pool
 
 
-def fake_rows(pool: FakeDevicePool, seed: int = 0, fail: FakeFailure | None = None) -> Rows:
-    return Rows(FakeModelRunner(CONFIG.vocab_size, fail=fail), pool, num_rows=2, num_pages=8, seed=seed)
+def fake_rows(pool: FakeDevicePool, seed: int = 0, runner: ModelRunner | None = None) -> Rows:
+    return Rows(runner or FakeModelRunner(CONFIG.vocab_size), pool, num_rows=2, num_pages=8, seed=seed)
+
+
+def failing(step: int, *, at_dispatch: bool) -> FailingRunner:
+    return FailingRunner(FakeModelRunner(CONFIG.vocab_size), InjectedFailure(step=step, at_dispatch=at_dispatch))
 
 
 def whole(tokens: np.ndarray) -> np.ndarray:
@@ -120,7 +125,7 @@ def test_poison_fills_the_pages_it_is_given() -> None:
 
 def test_failure_at_dispatch_raises_and_consumes_the_arrays() -> None:
     pool = open_pool()
-    rows = fake_rows(pool, fail=FakeFailure(step=1, at_dispatch=True))
+    rows = fake_rows(pool, runner=failing(1, at_dispatch=True))
     rows.extend([0], [TOKENS[:3]], [0], num_tokens=16, max_chunk=16)
 
     with pytest.raises(RuntimeError, match="injected"):
@@ -133,7 +138,7 @@ def test_failure_at_dispatch_raises_and_consumes_the_arrays() -> None:
 
 def test_failure_while_running_is_raised_when_the_result_is_read() -> None:
     pool = open_pool()
-    runner = FakeModelRunner(CONFIG.vocab_size, fail=FakeFailure(step=0, at_dispatch=False))
+    runner = failing(0, at_dispatch=False)
     inputs = DecodeInputs(
         token_ids=jnp.zeros(2, jnp.int32),
         lengths=jnp.ones(2, jnp.int32),
