@@ -113,9 +113,18 @@ class Container(containers.DeclarativeContainer):
     storage_lane = Once(tiers.storage_lane, host_size, storage_ids.provider)
     storage_opener = Once(tiers.storage_opener, server_args)
     storage = Once(tiers.AttachedStorage, storage_opener, storage_lane)
-    tier_mover = Once(tiers.mover, host_size, host_pool, page_carriers.provider, device_pool, storage_lane)
+    tier_mover = Once(
+        tiers.mover,
+        host_size,
+        host_pool,
+        page_carriers.provider,
+        device_pool,
+        storage_lane,
+        storage.provided.attach_again,
+    )
     host_events: providers.Provider[object] = providers.Object(None)
-    host_tier = Once(tiers.parts, server_args, host_size, host_pool, storage_ids.provider, host_events)
+    storage_events: providers.Provider[object] = providers.Object(None)
+    host_tier = Once(tiers.parts, server_args, host_size, host_pool, storage_ids.provider, host_events, storage_events)
 
     # The device side
     model_runner = Once(

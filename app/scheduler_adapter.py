@@ -169,6 +169,10 @@ class SchedulerAdapter:
         """Tokens of `key` that are cached now. Changes nothing."""
         return self._cache.probe(key)
 
+    def probe_all(self, key: RadixKey) -> int:
+        """The same in the tier that has most of it. Changes nothing."""
+        return max(self._cache.probe(key), self._cache.tiers.probe(key))
+
     def explain_miss(self, key: RadixKey, num_matched: int) -> Miss:
         """Why no more than `num_matched` tokens of `key` were cached. Ask right after `admit`. Changes nothing."""
         return self._cache.explain_miss(key, num_matched)

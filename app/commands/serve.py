@@ -30,18 +30,23 @@ class ServeArgs:
 
 
 def run(args: ServeArgs) -> int:
-    """The address is taken first, so that a port in use is found out before a model is loaded."""
+    """Addresses are taken first, so that a port in use is found out before a model is loaded."""
     from app.server.assembly import assemble
+    from app.server.kv_event_publisher import opened_publisher
     from app.server.run import listen, run
 
     refuse_several_nodes(args.server, "tpukv serve")
     parts: list[Parts] = []
 
     def prepare(container: Container) -> None:
-        parts.append(assemble(container, args.http.served_model_name))
+        parts.append(assemble(container, args.http.served_model_name, publisher))
         announce_settings(container)
 
-    with listen(args.http.host, args.http.port) as listening, open_container(args.server, prepare):
+    with (
+        listen(args.http.host, args.http.port) as listening,
+        opened_publisher(args.http.kv_events_config, args.server.page_size) as publisher,
+        open_container(args.server, prepare),
+    ):
         [assembled] = parts
         with contextlib.ExitStack() as waiting:
             told = waiting.enter_context(progress_bar())

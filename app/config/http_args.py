@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from app.config.kv_events_config import parse_kv_events_config
 from app.config.server_args import flag_of
 from app.errors import CacheTypeConflictError, ConfigError
 
@@ -49,6 +50,9 @@ class HttpArgs:
     shutdown_timeout: float = 20.0
     """Seconds that running requests have to finish at shutdown; then they are ended, with a reply."""
 
+    kv_events_config: str = ""
+    """Where routers hear what each cache tier holds: a JSON object; by default nowhere. Prompts can be read there."""
+
     def __post_init__(self) -> None:
         limits: tuple[tuple[str, Callable[[], bool], str], ...] = (
             ("host", lambda: bool(self.host.strip()), "an address or host name"),
@@ -67,6 +71,7 @@ class HttpArgs:
             # The key itself is never shown.
             if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
                 raise ConfigError(field=flag_of(name), value="***", allowed="printable ASCII without spaces around it")
+        parse_kv_events_config(self.kv_events_config)
         if not (self.is_loopback or self.api_key or self.open_to_network):
             raise CacheTypeConflictError(
                 field="--host",

@@ -53,11 +53,16 @@ class HostTier:
         lane: StorageLane,
         copies: TierCopies,
         clock: Callable[[], float] = time.monotonic,
+        attach_again: Callable[[], None] = lambda: None,
     ) -> None:
-        """ConfigError for limits that not even one page fits in. `lane` is closed with this."""
+        """ConfigError for limits that not even one page fits in. `lane` is closed with this.
+
+        attach_again: gives a closed lane the storage that it had.
+        """
         self._host = host_pool
         self._lane = lane
         self._clock = clock
+        self._attach_again = attach_again
         self._counters = TierCounters()
         self._staging = Staging(limits)
         self._backups = Backups(
@@ -213,10 +218,11 @@ class HostTier:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """After `close`: the host pool is empty, under a new identity."""
+        """After `close`: the host pool is empty, under a new identity; the storage is attached again."""
         if self._is_closed:
             runtime_id, generation = next(each for each in self._host.allocators if each is not None).identity
             self._host.reset(CacheIdentity(runtime_id, Generation(generation + 1)))
+            self._attach_again()
             self._is_closed = False
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 NamespaceFields: TypeAlias = tuple[str | None, str | None, str | None, int]  # adapter, salt, extra key, dp rank
-Medium: TypeAlias = Literal["device", "host"]
+Medium: TypeAlias = Literal["device", "host", "storage"]
 
 MAX_EVENTS = 100_000
 

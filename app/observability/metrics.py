@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-
-from app.observability.tier_metrics import TierCollector
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SOURCES = ("device", "host", "storage")
@@ -73,9 +72,9 @@ class Metrics:
         self._num_looked_up = self._num_cached = 0
         self._num_generated = self._num_evicted = self._num_retractions = 0
 
-    def expose(self, tiers: TierCollector) -> None:
-        """There are tiers below the device pool: their figures are shown too."""
-        self._registry.register(tiers)
+    def expose(self, collector: Collector) -> None:
+        """Show its figures too."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
 from app.caches.tiers.ports import TierParts
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs, flag_of
@@ -29,6 +31,8 @@ from app.providers.tier_demand import GB
 from app.tpu.lent_arrays import LentArrays
 from app.tpu.page_carrier import PageCarrier
 from app.tpu.tier_copies import DeviceCopies, TierCopies
+
+_log = structlog.get_logger(__name__)
 
 CLOSING_S = 5.0  # for what is queued to be written, when the storage goes
 _QUEUE_PART = 8  # of the host pool, that pages on their way to storage may take beside it
@@ -98,6 +102,7 @@ def mover(
     carriers: Callable[[], Carriers],
     device_pool: LentArrays,
     lane: WorkersLane | None,
+    attach_again: Callable[[], None],
     copies: Callable[[Carriers], TierCopies] = DeviceCopies,
 ) -> HostTier | None:
     """What moves pages, for the runtime."""
@@ -105,7 +110,13 @@ def mover(
         return None
     each = carriers()
     return HostTier(
-        host_pool=pool, carriers=each, device_pool=device_pool, limits=size.limits, lane=lane, copies=copies(each)
+        host_pool=pool,
+        carriers=each,
+        device_pool=device_pool,
+        limits=size.limits,
+        lane=lane,
+        copies=copies(each),
+        attach_again=attach_again,
     )
 
 
@@ -114,7 +125,8 @@ def parts(
     size: HostSize | None,
     pool: HostKVPool | None,
     identities: Callable[[], Identities],
-    events: object,
+    host_events: object,
+    storage_events: object,
 ) -> TierParts | None:
     """What the cache makes its tiers of."""
     if size is None or pool is None:
@@ -129,7 +141,8 @@ def parts(
         limits=size.limits,
         settings=tier_settings(args),
         storage_seed=seed_of(identities()) if stores else None,
-        host_events=events,
+        host_events=host_events,
+        storage_events=storage_events,
     )
 
 
@@ -181,6 +194,7 @@ class AttachedStorage:
         self._opening = opening
         self._lane = lane
         self._lock = threading.Lock()
+        self._opened_by: OpenStorage | None = None
         self.storage: HiCacheStorage | None = None  # while it is open
 
     def open(self) -> None:
@@ -196,9 +210,22 @@ class AttachedStorage:
         with self._lock:
             if self.storage is not None:
                 raise ConfigError(field=field, value=type(self.storage).__name__, allowed="one storage at a time")
-            storage = opening()
-            self._lane.attach(storage)
-            self.storage = storage
+            self._open(self._lane, opening)
+
+    def attach_again(self) -> None:
+        """The lane was closed with the runtime, which is opened again: what was attached then is now.
+
+        Without it, if it does not answer: everything is served, and computed.
+        """
+        with self._lock:
+            opening = self._opened_by
+            if self._lane is None or opening is None:
+                return
+            self.storage = self._opened_by = None
+            try:
+                self._open(self._lane, opening)
+            except ConfigError as error:
+                _log.error("storage_not_attached_again", reason=str(error))
 
     def clear(self, timeout_s: float) -> int:
         """Delete all that the storage has of ours, of whatever identity. -> values. ConfigError where there is none."""
@@ -209,9 +236,14 @@ class AttachedStorage:
     def close(self) -> None:
         """Write or drop what is queued, within a bound, and close the storage. Idempotent."""
         with self._lock:
-            self.storage = None
+            self.storage = self._opened_by = None
             if self._lane is not None:
                 self._lane.detach(CLOSING_S)
+
+    def _open(self, lane: WorkersLane, opening: OpenStorage) -> None:
+        storage = opening()
+        lane.attach(storage)
+        self.storage, self._opened_by = storage, opening
 
 
 def seed_of(identities: Identities) -> Callable[[Namespace], bytes]:

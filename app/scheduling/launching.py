@@ -60,6 +60,7 @@ class Launcher:
         nothing to tell it waits, up to `patience_s`, for something to end: nobody asks again and again.
         """
         draft = self._planner.draft(self._slots_available(), steps_in_flight=steps_in_flight)
+        self._planner.look_ahead(draft)
         if not self._is_worth_a_plan(draft, steps_in_flight, num_requests):
             return None
         has_time = not (draft.has_rows or steps_in_flight or self._outbox.releases)

@@ -13,6 +13,7 @@ import numpy as np
 from app.core.batch import BatchPlan, BatchPlanBuilder
 from app.core.transfers import PageCounts
 from app.scheduler_adapter import SchedulerAdapter
+from app.scheduling.ahead import RestoresAhead
 from app.scheduling.draft import Chunk, Draft, Outbox
 from app.scheduling.request import Sequence, Status
 from app.scheduling.restoring import Promised, Restorer
@@ -44,6 +45,7 @@ class Planner:
         self._outbox = outbox
         self._chunk_tokens = chunk_tokens
         self._restorer = Restorer(adapter)
+        self._ahead = RestoresAhead(adapter, self._restorer, waiting)
         self._dedup = InBatchDedup(adapter, chunk_tokens, snapshot_interval or adapter.page_size)
         self._retract = retract
         self._end_for_capacity = end_for_capacity
@@ -64,11 +66,23 @@ class Planner:
                 return draft
             self._unblock_prefills(draft, unfinished)
         self._admit(draft, slots_left)
-        if draft.restoring.states:
-            draft.max_snapshots = max(0, self._adapter.reachable_snapshots() - draft.restoring.states)
-        if self._snapshot_interval:
-            self._adapter.make_room_for_snapshots(int(draft.snapshots().sum()) + draft.restoring.states)
+        self._make_room_for_snapshots(draft)
         return draft
+
+    def look_ahead(self, draft: Draft) -> None:
+        """Begin restores of those who are next in the queue, behind the rows of `draft`: for when a row is free."""
+        if not draft.has_rows or not self._ahead.has_candidates():
+            return
+        half_done = self._table.prefilling()
+        newcomers = [sequence for sequence, _ in draft.admitted]
+        pages = sum(self._unreserved(sequence, draft) for sequence in half_done)
+        for sequence, prefix in draft.admitted:
+            planned = sum(chunk.length for chunk in draft.chunks if chunk.sequence is sequence)
+            pages += self._pages(sequence.known) - self._pages(prefix.num_tokens + planned)
+        window_pages = sum(self._unreserved_window(sequence) for sequence in half_done + newcomers)
+        num_rows = self._table.num_running + len(newcomers)
+        self._ahead.begin(draft, promised=PageCounts(pages, window_pages), num_rows=num_rows)
+        self._make_room_for_snapshots(draft)
 
     def undo(self, draft: Draft) -> None:
         """The plan is not prepared: the admissions and the restores did not happen."""
@@ -199,7 +213,8 @@ class Planner:
                 if alone:
                     self._end_for_capacity(sequence)
                 return
-            if self._restorer.begin(draft, sequence, prefix, room, PageCounts(need, window_need)):
+            is_wanted = self._restorer.wanted(sequence, prefix.num_tokens)
+            if is_wanted and self._restorer.begin(draft, sequence, room, PageCounts(need, window_need)):
                 promised.add(sequence.promised)
                 continue
             sequence.computed = prefix.num_tokens
@@ -226,6 +241,12 @@ class Planner:
         draft.budget -= length
         samples = start + length == sequence.known
         draft.chunks.append(Chunk(sequence=sequence, start=start, length=length, samples=samples, snapshot=snapshot))
+
+    def _make_room_for_snapshots(self, draft: Draft) -> None:
+        if draft.restoring.states:
+            draft.max_snapshots = max(0, self._adapter.reachable_snapshots() - draft.restoring.states)
+        if self._snapshot_interval:
+            self._adapter.make_room_for_snapshots(int(draft.snapshots().sum()) + draft.restoring.states)
 
     def _to_snapshot(self, start: int, length: int) -> tuple[int, bool]:
         """The length up to the last point at which a snapshot is due, and whether there is one."""

@@ -113,6 +113,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "ahead",
         "arrival",
         "arrival_ns",
         "cached_tokens",
@@ -161,6 +162,7 @@ class Sequence:
         self.dedup_waits = 0
         self.num_restores = 0  # begun since it was queued
         self.promised = PageCounts()  # kept for it while its prefix is being restored
+        self.ahead: PageCounts | None = None  # restored for it before a row was free; None if that was not tried yet
         self.unpublished = False  # has a row, and part of its prompt is not in the cache yet but will be
         self.text: WatchedText | None = None  # only with stop strings, or when streamed
         self.sent = 0  # output tokens told in deltas

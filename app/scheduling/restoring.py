@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.core.transfers import PageCounts
-from app.scheduler_adapter import NOTHING, Prefix, SchedulerAdapter
+from app.scheduler_adapter import NOTHING, SchedulerAdapter
 from app.scheduling.draft import Draft
 from app.scheduling.request import Sequence
 
@@ -48,20 +48,22 @@ class Restorer:
         sequence.promised = NOTHING
         return False
 
-    def begin(self, draft: Draft, sequence: Sequence, prefix: Prefix, room: PageCounts, need: PageCounts) -> bool:
-        """Bring back what is better not computed of a sequence that was admitted with `prefix`. -> whether it waits.
+    def wanted(self, sequence: Sequence, num_tokens: int) -> PageCounts:
+        """What is better brought back than computed, if the device has `num_tokens` of it; zero, false, for nothing."""
+        if sequence.num_restores >= MAX_RESTORES:
+            return NOTHING
+        return self._tiers.restorable(sequence.request_id, sequence.key, num_tokens)
+
+    def begin(self, draft: Draft, sequence: Sequence, room: PageCounts, need: PageCounts) -> PageCounts:
+        """Bring that back, of a sequence that is admitted. -> the pages that it takes; if any, it waits again.
 
         room: pages that it may take, evictable ones included. need: what the sequence takes beyond its prefix.
         """
-        if sequence.num_restores >= MAX_RESTORES:
-            return False
         tiers, request_id = self._tiers, sequence.request_id
-        if not tiers.restorable(request_id, sequence.key, prefix.num_tokens):
-            return False
         # The lease keeps the prefix from the eviction that makes room behind it.
         taken = tiers.begin_restore(request_id, sequence.key, PageCounts(*(max(0, each) for each in room)))
         if not taken:
-            return False
+            return NOTHING
         draft.restoring = PageCounts(*(sum(each) for each in zip(draft.restoring, taken, strict=True)))
         draft.restores.append(sequence)
         self._adapter.make_room(draft.pages, draft.restoring)
@@ -69,10 +71,11 @@ class Restorer:
         self._adapter.release(request_id)
         sequence.num_restores += 1
         sequence.promised = PageCounts(max(0, need.pages - taken.pages) + 1, need.window_pages)
-        return True
+        return taken
 
     def undo(self, draft: Draft) -> None:
         """The plan is not prepared: nothing is under way for it."""
         self._tiers.refused()
         for sequence in draft.restores:
             sequence.promised = NOTHING
+            sequence.ahead = None

@@ -264,6 +264,7 @@ class Scheduler:
         sequence.computed = 0
         sequence.unpublished = False
         sequence.dedup_waits = sequence.num_restores = 0
+        sequence.ahead = None
         sequence.rekey()
         self._waiting.add(sequence)
         self.num_retractions += 1

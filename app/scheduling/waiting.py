@@ -5,6 +5,7 @@ The order is by priority, and within a priority by the policy.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
@@ -16,6 +17,8 @@ SchedulePolicy = Literal["fcfs", "lpm"]
 
 # Probing every waiting request costs O(prompt) each; past this many, arrival order is used (as SGLang does).
 LPM_QUEUE_LIMIT = 128
+# Requests that may leave the queue since one was queued; then it comes first, in order of arrival: none starves.
+LPM_PATIENCE = 64
 
 
 class WaitingQueue:
@@ -28,6 +31,9 @@ class WaitingQueue:
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
         self._latest = -1  # the highest arrival that was ever added
         self._num_prioritised = 0  # those with another priority than 0
+        self._num_removed = 0
+        self._queued_at: dict[str, int] = {}  # `_num_removed` when the sequence was queued
+        self.version = 0  # grows when somebody comes or goes
         self._adapter = adapter
         orders: dict[SchedulePolicy, Callable[[], Iterable[Sequence]]] = {
             "fcfs": self._by_arrival,
@@ -42,6 +48,8 @@ class WaitingQueue:
         if sequence.arrival < self._latest:
             self._sequences = dict(sorted(self._sequences.items(), key=lambda item: item[1].arrival))
         self._latest = max(self._latest, sequence.arrival)
+        self._queued_at[sequence.request_id] = self._num_removed
+        self.version += 1
         self._adapter.tiers.expect(sequence.request_id, sequence.key)
 
     def remove(self, sequence: Sequence) -> None:
@@ -49,6 +57,9 @@ class WaitingQueue:
         if self._sequences.pop(sequence.request_id, None) is None:
             return
         self._num_prioritised -= sequence.request.priority != 0
+        self._num_removed += 1
+        del self._queued_at[sequence.request_id]
+        self.version += 1
         self._adapter.tiers.forget(sequence.request_id)
 
     def in_order(self) -> Iterable[Sequence]:
@@ -68,8 +79,12 @@ class WaitingQueue:
     def _by_longest_prefix(self) -> Iterable[Sequence]:
         if len(self._sequences) > LPM_QUEUE_LIMIT or not self._adapter.reuses_prefixes:
             return self._by_arrival()
-        cached = [(-self._adapter.probe(seq.key), seq.arrival, seq) for seq in self._by_arrival()]
-        return [seq for _, _, seq in sorted(cached, key=lambda each: each[:2])]
+        overdue = self._num_removed - LPM_PATIENCE
+        ranked = []
+        for seq in self._by_arrival():
+            is_patient = self._queued_at[seq.request_id] > overdue
+            ranked.append((-self._adapter.probe_all(seq.key) if is_patient else -sys.maxsize, seq.arrival, seq))
+        return [seq for _, _, seq in sorted(ranked, key=lambda each: each[:2])]
 
 
 def _priority(sequence: Sequence) -> int:

@@ -16,6 +16,7 @@ from app.containers import Container
 from app.core.ports import Tokenizer
 from app.models.bundled import BUNDLED_MODEL_NAME
 from app.observability.cache_journal import CacheJournal
+from app.observability.kv_events import Medium
 from app.observability.metrics import Metrics
 from app.providers.report import engine_facts
 from app.providers.tiers import seed_of
@@ -31,6 +32,7 @@ from app.server.gate import Gate
 from app.server.generation import Generation
 from app.server.health_routes import HealthRoutes
 from app.server.http_body import BodyReader
+from app.server.kv_event_publisher import KvEventPublisher
 from app.server.served import Served
 from app.server.served_tiers import ServedTiers, TierParts
 from app.server.storage_routes import StorageRoutes
@@ -50,6 +52,7 @@ class Parts:
     metrics: Metrics
     journal: CacheJournal
     tiers: TierParts | None
+    publish: Callable[[], None]  # KV events, if anybody wants them
     warm_up: Callable[[], Iterator[tuple[str, float]]]  # on the engine's thread, a step each time it goes on
 
     def make_app(self, engine: EngineLoop, args: HttpArgs, version: str) -> tuple[Gate, Texts, Starlette]:
@@ -105,9 +108,13 @@ class Parts:
         return snapshot_of(self.adapter, self.journal, requests, host)
 
 
-def assemble(container: Container, served_model_name: str | None = None) -> Parts:
+def assemble(
+    container: Container, served_model_name: str | None = None, publisher: KvEventPublisher | None = None
+) -> Parts:
     """Loads the model and opens the runtime, with a watch on its scheduler. On a container whose scheduler is not
     built yet.
+
+    publisher: of the caches' KV events; None for none.
     """
     facts = engine_facts(container)
     served = Served(
@@ -122,6 +129,10 @@ def assemble(container: Container, served_model_name: str | None = None) -> Part
     )
     journal = CacheJournal(time.monotonic)
     container.eviction_observer.override(providers.Object(journal))
+    if publisher is not None:
+        metrics.expose(publisher)
+        for provider, medium in _tiers_that_tell(container):
+            provider.override(providers.Object(publisher.outbox.sink(medium)))
     watch = EngineWatch(cache=container.tree_cache(), metrics=metrics, journal=journal)
     container.observer.override(providers.Object(watch))
     level = level_of_server(container.server_args().warmup, container.platform())
@@ -134,8 +145,17 @@ def assemble(container: Container, served_model_name: str | None = None) -> Part
         metrics=metrics,
         journal=journal,
         tiers=_tier_parts(container),
+        publish=_publish_nothing if publisher is None else publisher.publish,
         warm_up=partial(warm_up, container.runtime(), level, served.limits),
     )
+
+
+def _tiers_that_tell(container: Container) -> tuple[tuple[providers.Provider[object], Medium], ...]:
+    return (container.events, "device"), (container.host_events, "host"), (container.storage_events, "storage")
+
+
+def _publish_nothing() -> None:
+    """Nobody listens, and nothing is noted down."""
 
 
 def _tier_parts(container: Container) -> TierParts | None:

@@ -69,13 +69,15 @@ class EngineLoop:
         *,
         queue_timeout_s: float,
         on_failure: Callable[[], None],
+        publish: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_failure` is called on the event loop, once."""
+        """`on_failure` is called on the event loop, once; `publish` on the engine's thread, after all that it does."""
         self._scheduler = scheduler
         self._adapter = adapter
         self._watch = watch
         self._queue_timeout_s = queue_timeout_s
         self._on_failure = on_failure
+        self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._mailboxes: dict[str, Mailbox] = {}  # of requests without a terminal reply
@@ -191,6 +193,8 @@ class EngineLoop:
                 elif self._scheduler.has_background_work():
                     self._scheduler.step(patience_s=0.0)
                     self._watch.measure(self._scheduler, self._adapter)
+                self._publish()
+            self._publish()
         except BaseException as error:  # a bug: nothing that a request may ask leads here
             _log.critical("engine_failed", error=repr(error), exc_info=error)
             self._call(self._broken, error)

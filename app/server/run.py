@@ -101,6 +101,7 @@ async def serve(
         parts.watch,
         queue_timeout_s=args.queue_timeout,
         on_failure=shutdown.ask,
+        publish=parts.publish,
     )
     gate, texts, app = parts.make_app(engine, args, version("tpukv"))
     http = _HttpServer(

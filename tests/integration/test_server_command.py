@@ -118,7 +118,8 @@ class TestRunning:
             assert (process.returncode, errors) == (0, "")
 
     def test_ctrl_c_ends_the_server_with_0_though_a_request_runs(self) -> None:
-        with serving("--port", "0", "--shutdown-timeout", "0.2") as (process, ready):
+        events = ("--kv-events-config", '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}')
+        with serving("--port", "0", "--shutdown-timeout", "0.2", *events) as (process, ready):
             # given
             asked = {"model": BUNDLED_MODEL_NAME, "prompt": "One, two,", "max_tokens": 900, "stream": True}
             asked["ignore_eos"] = True
@@ -163,6 +164,7 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
         (("--prot", "1"), ("--prot", "--port")),
         (("--port", "70000"), ("--port=70000", "65535")),
         (("--max-queued-requests", "-1"), ("--max-queued-requests=-1",)),
+        (("--kv-events-config", "zmq"), ("--kv-events-config='zmq'", "replay_endpoint")),
         (("--host", "192.0.2.1", "--api-key", KEY), ("--host='192.0.2.1'", "an address of this machine")),
         (("--api-key", "with a line\nend"), ("--api-key='***'",)),
     ],

@@ -92,6 +92,13 @@ class ScriptedTiers:
     def holds_back(self, request_id: str) -> bool:
         return request_id in self.held or any(each.request_id == request_id for each in self._moving())
 
+    def probe(self, key: RadixKey) -> int:
+        page_size = self._cache.page_size
+        count = 0
+        while (count + 1) * page_size < key.num_tokens and self._name(key, count) in self._contents:
+            count += 1
+        return count * page_size
+
     def restorable(self, request_id: str, key: RadixKey, num_tokens: int) -> PageCounts:
         assert request_id in self.expected, "asked for a request that does not wait"
         page_size = self._cache.page_size

@@ -12,6 +12,7 @@ from typing import Any
 from app.config.http_args import HttpArgs
 from app.providers.testing import Override, overridden
 from app.server.assembly import Parts, assemble
+from app.server.kv_event_publisher import KvEventPublisher, opened_publisher
 from app.server.run import listen, serve
 from app.server.shutdown import Shutdown
 from app.tpu.cpu_fake import fake_model_config
@@ -30,6 +31,7 @@ class RunningServer:
     shutdown: Shutdown
     thread: threading.Thread
     exit_code: list[int]
+    publisher: KvEventPublisher | None
 
     def ask_to_stop(self) -> None:
         """As a signal does. Twice: as a second signal does."""
@@ -57,9 +59,13 @@ def running_server(
     http_args = HttpArgs(**{"port": 0, "served_model_name": MODEL, "shutdown_timeout": 5.0, **(http or {})})
     model = fake_model_config(vocab_size=VOCAB_SIZE, context_length=context_length) if fake else None
     before = set(threading.enumerate())
-    with overridden(server_args(**fields), fake=fake, model=model, **(overrides or {})) as container:
-        parts = assemble(container, http_args.served_model_name)
-        server = _started(parts, http_args)
+    args = server_args(**fields)
+    with (
+        opened_publisher(http_args.kv_events_config, args.page_size) as publisher,
+        overridden(args, fake=fake, model=model, **(overrides or {})) as container,
+    ):
+        parts = assemble(container, http_args.served_model_name, publisher)
+        server = _started(parts, http_args, publisher)
         try:
             yield server
         finally:
@@ -74,7 +80,7 @@ def running_server(
     assert not left, f"threads left: {left}"
 
 
-def _started(parts: Parts, args: HttpArgs) -> RunningServer:
+def _started(parts: Parts, args: HttpArgs, publisher: KvEventPublisher | None) -> RunningServer:
     listening = listen(args.host, args.port)
     ready = threading.Event()
     found: dict[str, Any] = {}
@@ -105,4 +111,5 @@ def _started(parts: Parts, args: HttpArgs) -> RunningServer:
         shutdown=found["shutdown"],
         thread=thread,
         exit_code=exit_code,
+        publisher=publisher,
     )

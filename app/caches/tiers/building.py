@@ -36,6 +36,7 @@ def build_tiers(device: ComponentCache, deps: CacheDeps, parts: TierParts) -> Ti
         settings=parts.settings,
         numbers=numbers,
         clock=deps.clock,
+        events=parts.storage_events,
     )
     backups = Backups(
         device=device,

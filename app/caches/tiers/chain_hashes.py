@@ -28,17 +28,22 @@ class ChainHashes:
         parent: the hash of the page before `first`, for who knows it.
         """
         step = self._page_size * TOKEN_BYTES
-        parent = parent or self._parent(seed, key.raw[: first * step])
-        if parent is None:
-            hashes = page_hashes(seed, key.raw[: end * step], self._page_size)[first:]
-        else:
-            hashes = page_hashes(parent, key.raw[first * step : end * step], self._page_size)
+        above = parent or self.before(seed, key, first) or seed
+        hashes = page_hashes(above, key.raw[first * step : end * step], self._page_size)
         if hashes:
             self._remember(seed, key.raw[: end * step], hashes[-1])
         return hashes
 
-    def _parent(self, seed: bytes, raw: bytes) -> bytes | None:
-        return self._ends.get((seed, _digest(raw))) if raw else seed
+    def before(self, seed: bytes, key: RadixKey, first: int) -> bytes | None:
+        """The hash of the page before page `first`; None where it starts the key. Cost as of `of`."""
+        if first == 0:
+            return None
+        raw = key.raw[: first * self._page_size * TOKEN_BYTES]
+        known = self._ends.get((seed, _digest(raw)))
+        if known is None:
+            known = page_hashes(seed, raw, self._page_size)[-1]
+            self._remember(seed, raw, known)
+        return known
 
     def _remember(self, seed: bytes, raw: bytes, last: bytes) -> None:
         place = seed, _digest(raw)

@@ -51,6 +51,10 @@ class CacheTiers(Protocol):
         """Whether the request is better admitted later, because something of its prefix is coming."""
         ...
 
+    def probe(self, key: RadixKey) -> int:
+        """Tokens of `key` that could be restored; what storage has, once it was fetched. Read-only. O(len(key))."""
+        ...
+
     def restorable(self, request_id: str, key: RadixKey, num_tokens: int) -> PageCounts:
         """Device pages that a restore for this request would take, if the device has `num_tokens` of its key.
 
@@ -146,6 +150,9 @@ class NoTiers:
     def holds_back(self, request_id: str) -> bool:
         return False
 
+    def probe(self, key: RadixKey) -> int:
+        return 0
+
     def restorable(self, request_id: str, key: RadixKey, num_tokens: int) -> PageCounts:
         return PageCounts()
 
@@ -201,7 +208,8 @@ class TierParts:
 
     token_allocator, window_allocator, state_allocator: of the host pools; the latter two as the model's components say.
     storage_seed: what starts the chain of storage keys of a namespace; None while no storage is attached.
-    host_events: told what enters and leaves the host tier, like CacheDeps.events.
+    host_events, storage_events: told what enters and leaves that tier, like CacheDeps.events; of the storage, as far as
+        it is known.
     """
 
     token_allocator: TokenAllocator
@@ -211,3 +219,4 @@ class TierParts:
     settings: TierSettings = field(default_factory=TierSettings)
     storage_seed: Callable[[Namespace], bytes] | None = None
     host_events: Any = None
+    storage_events: Any = None

@@ -17,7 +17,7 @@ import numpy as np
 from app.caches.base import NO_PAGES
 from app.caches.tiers.host_pages import HostPages
 from app.caches.tiers.needs import Needs
-from app.caches.tiers.prefetch import Prefetch, Stage, Wish
+from app.caches.tiers.prefetch import Flags, Prefetch, Stage, Wish
 from app.caches.tiers.storage_counters import StorageTierTotals
 from app.caches.tiers.storage_view import StorageView
 from app.config.tier_settings import TierSettings
@@ -269,7 +269,7 @@ class Prefetches:
         if end.arrived is None or end.failure == _CANCELLED or not prefetch.is_wanted:
             return self._close(prefetch, end.failure or _CANCELLED)
         if end.failure is None:
-            self._view.learn(prefetch.asked, end.arrived)
+            self._learn(prefetch, prefetch.first, end.arrived)
         prefetch.learn(self._needs, end.arrived)
         ends = prefetch.found_ends(self._needs, prefetch.first)
         if not ends.size:
@@ -306,7 +306,7 @@ class Prefetches:
         if end.arrived is not None:
             reached = prefetch.arrived_end(self._needs, end.arrived)
             if prefetch.epoch == self._view.epoch:
-                self._view.learn(prefetch.asked, end.arrived)
+                self._learn(prefetch, prefetch.begin, end.arrived)
         moved_on = self._keep(prefetch, reached)
         self._host.unlock(prefetch.receipt)
         if moved_on and end.failure in _GOES_ON and self._moves_on(prefetch, reached):
@@ -314,6 +314,13 @@ class Prefetches:
             self._to_fetch.appendleft(prefetch)
         else:
             self._close(prefetch, end.failure)
+
+    def _learn(self, prefetch: Prefetch, first: int, there: Flags) -> None:
+        """What was asked for of pages from `first` on is there, or is not."""
+        self._view.learn(prefetch.asked, there)
+        if self._view.has_listener:
+            parent = prefetch.hashes[first - 1] if first else None
+            self._view.tell(prefetch.key, first, prefetch.asked.pages, there.pages.tolist(), parent)
 
     def _keep(self, prefetch: Prefetch, reached: int) -> bool:
         """The host tier gets what arrived of a usable prefix, the rest is freed. -> whether it took any."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from app.caches.base import EventSink
 from app.caches.tiers.host_pages import HostPages
 from app.caches.tiers.needs import Needs
 from app.caches.tiers.prefetches import Prefetches
@@ -48,10 +49,14 @@ class StorageTier:
         settings: TierSettings,
         numbers: Iterator[int],
         clock: Callable[[], float],
+        events: EventSink | None = None,
     ) -> None:
-        """seed: starts a namespace's chain of keys; None while nothing is attached. numbers: of transfers."""
+        """seed: starts a namespace's chain of keys; None while nothing is attached. numbers: of transfers.
+
+        events: told which full pages are known to be there.
+        """
         self._totals = StorageTierTotals()
-        self._view = StorageView(seed, host.page_size)
+        self._view = StorageView(seed, host.page_size, events)
         self._stores = Stores(host=host, view=self._view, settings=settings, numbers=numbers, totals=self._totals)
         self._prefetches = Prefetches(
             host=host,
@@ -150,7 +155,11 @@ class StorageTier:
         return self._prefetches.ended(end) or self._stores.ended(end)
 
     def reset(self) -> None:
-        """Host ids mean nothing any more. Frees and unlocks nothing; ends of what was sent are not known any more."""
+        """Host ids mean nothing any more. Frees and unlocks nothing; ends of what was sent are not known any more.
+
+        Nor is what the storage has: it was closed with the host's pools, and perhaps is another one now.
+        """
+        self._view.forget()
         self._prefetches.reset()
         self._stores.reset()
 

@@ -37,7 +37,10 @@ class _Part(NamedTuple):
 
 
 class _Sent(NamedTuple):
+    """hashes: of the part's pages."""
+
     part: _Part
+    hashes: list[bytes]
     keys: PageKeys
     epoch: int
     num_pages: int  # of all pools
@@ -94,7 +97,7 @@ class Stores:
         budget = min(_PAGES_A_PLAN, _MAX_UNDER_WAY - self._num_under_way)
         while self._queue and budget > 0:
             part = self._queue.popleft()
-            store, num_pages, rest = self._resolve(part, budget)
+            store, hashes, num_pages, rest = self._resolve(part, budget)
             budget -= num_pages
             if rest.first < rest.end:
                 self._queue.appendleft(rest)
@@ -104,7 +107,7 @@ class Stores:
                 continue
             stores.append(store)
             self._drafted.append(store.number)
-            self._under_way[store.number] = _Sent(dealt_with, store.keys, self._view.epoch, num_pages)
+            self._under_way[store.number] = _Sent(dealt_with, hashes, store.keys, self._view.epoch, num_pages)
             self._num_under_way += num_pages
             self._view.suppose(store.keys)
         return tuple(stores)
@@ -128,6 +131,8 @@ class Stores:
         self._num_under_way -= sent.num_pages
         arrived = end.arrived
         num_done = 0 if arrived is None else int(sum(np.count_nonzero(flags) for flags in arrived))
+        if arrived is not None and sent.epoch == self._view.epoch and self._view.has_listener:
+            self._tell(sent, arrived.pages)
         if arrived is not None:
             self._totals.stored_tokens += int(np.count_nonzero(arrived.pages)) * self._host.page_size
         if num_done < sent.num_pages:
@@ -155,8 +160,8 @@ class Stores:
             return f"{real} pages are being stored, and {self._num_under_way} are counted"
         return None
 
-    def _resolve(self, part: _Part, budget: int) -> tuple[Store | None, int, _Part]:
-        """-> what to write of its first page indexes, how many pages of all pools that is, and the rest of the part.
+    def _resolve(self, part: _Part, budget: int) -> tuple[Store | None, list[bytes], int, _Part]:
+        """-> what to write of its first page indexes, their hashes, how many pages of all pools, the rest of the part.
 
         One page index is dealt with at least, so that a page with its window page and snapshot does not wait for ever.
         """
@@ -165,7 +170,7 @@ class Stores:
         if present < end:
             self._totals.stores_dropped["gone"] += end - max(present, first)
         if present <= first:
-            return None, 0, part._replace(first=end)
+            return None, [], 0, part._replace(first=end)
         count = min(present - first, _STRIDE)
         span = self._host.span(key, first).head(count)
         hashes = self._view.hashes(key, first, first + count, parent)
@@ -181,9 +186,16 @@ class Stores:
             *(tuple(each for each, flag in zip(hashes, flags.tolist(), strict=False) if flag) for flags in chosen)
         )
         if not any(keys):
-            return None, 0, rest
+            return None, [], 0, rest
         source = PageIds(*(ids[: flags.size][flags] for ids, flags in zip(span[1:], chosen, strict=True)))
-        return Store(number=next(self._numbers), keys=keys, source=source), int(num_pages[count - 1]), rest
+        store = Store(number=next(self._numbers), keys=keys, source=source)
+        return store, hashes[:count], int(num_pages[count - 1]), rest
+
+    def _tell(self, sent: _Sent, there: np.ndarray) -> None:
+        """there: (n,) bool of the full pages that were sent."""
+        part, answers = sent.part, dict(zip(sent.keys.pages, there.tolist(), strict=True))
+        parent = self._view.hash_before(part.key, part.first)
+        self._view.tell(part.key, part.first, sent.hashes, [answers.get(each) for each in sent.hashes], parent)
 
     def _doubt_rest(self, sent: _Sent, end: TransferEnd) -> None:
         if end.arrived is None:

@@ -99,6 +99,10 @@ class Tiers:
             request_id
         )
 
+    def probe(self, key: RadixKey) -> int:
+        self._catch_up()
+        return self.host.probe(key)
+
     def restorable(self, request_id: str, key: RadixKey, num_tokens: int) -> PageCounts:
         self._catch_up()
         return self._restores.restorable(request_id, key, num_tokens)

@@ -11,7 +11,7 @@ from app.caches.tiers.ports import NO_TIERS, CacheTiers
 from app.core.keys import DEFAULT_NAMESPACE, Namespace, RadixKey
 from app.core.sampling import SamplingParams
 from app.scheduling.request import Request, Sequence
-from app.scheduling.waiting import LPM_QUEUE_LIMIT, InBatchDedup, WaitingQueue
+from app.scheduling.waiting import LPM_PATIENCE, LPM_QUEUE_LIMIT, InBatchDedup, WaitingQueue
 
 PAGE_SIZE = 4
 
@@ -21,6 +21,7 @@ class Cache:
     """What queue and dedup ask of the adapter: a cache that holds some prefixes."""
 
     cached: dict[bytes, int] = field(default_factory=dict)
+    below: dict[bytes, int] = field(default_factory=dict)  # in a lower tier
     reuses_prefixes: bool = True
     page_size: int = PAGE_SIZE
     probes: int = 0
@@ -29,6 +30,9 @@ class Cache:
     def probe(self, key: RadixKey) -> int:
         self.probes += 1
         return self.cached.get(key.raw, 0)
+
+    def probe_all(self, key: RadixKey) -> int:
+        return max(self.probe(key), self.below.get(key.raw, 0))
 
 
 def sequence_of(arrival: int, tokens: list[int], namespace: Namespace = DEFAULT_NAMESPACE) -> Sequence:
@@ -77,6 +81,38 @@ def test_lpm_puts_longer_prefixes_first_and_equals_by_arrival() -> None:
         queue.add(sequence)
 
     assert order_of(queue) == [1, 3, 2, 0]
+
+
+def test_lpm_counts_what_a_lower_tier_has() -> None:
+    cache = Cache()
+    queue = WaitingQueue("lpm", cache)
+    for arrival, (cached, below) in enumerate([(4, 0), (8, 4), (4, 12), (0, 0)]):
+        sequence = sequence_of(arrival, [arrival] * 16)
+        cache.cached[sequence.key.raw], cache.below[sequence.key.raw] = cached, below
+        queue.add(sequence)
+
+    assert order_of(queue) == [2, 1, 0, 3]
+
+
+def test_lpm_lets_nobody_starve() -> None:
+    """Warm requests keep coming: those that were passed by often enough come first, in order of arrival."""
+    cache = Cache()
+    queue = WaitingQueue("lpm", cache)
+    for arrival in (0, 1):
+        queue.add(sequence_of(arrival, [arrival] * 12))
+    passed = 0
+    for arrival in range(2, 2 * LPM_PATIENCE):
+        warm = sequence_of(arrival, [7] * 12)
+        cache.cached[warm.key.raw] = 8
+        queue.add(warm)
+        first = next(iter(queue.in_order()))
+        if first is not warm:
+            break
+        queue.remove(warm)
+        passed += 1
+
+    assert passed == LPM_PATIENCE
+    assert order_of(queue)[:2] == [0, 1]
 
 
 @pytest.mark.parametrize(("size", "reuses"), [(LPM_QUEUE_LIMIT + 1, True), (5, False)])
