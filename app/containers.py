@@ -110,7 +110,7 @@ class Container(containers.DeclarativeContainer):
     page_carriers = Once(device.page_carriers, pool_spec, hybrid_spec, mesh, attention, model_config)
     host_pool = Once(tiers.host_pool, host_size, page_size, Once(new_identity), page_carriers.provider)
     storage_ids = Once(tiers.identities, checkpoint.provided.digest, model_config, dtype, specs, tp_size, page_carriers)
-    storage_lane = Once(tiers.storage_lane, host_size, storage_ids.provider)
+    storage_lane = Once(tiers.storage_lane, host_size, storage_ids.provider, page_carriers.provider)
     storage_opener = Once(tiers.storage_opener, server_args)
     storage = Once(tiers.AttachedStorage, storage_opener, storage_lane)
     tier_mover = Once(

@@ -115,7 +115,7 @@ def _make_ready(container: Container) -> None:
     container.scheduler()
     announce_settings(container)
     tell, level = container.progress(), level_of_batch(container.server_args().warmup)
-    for step in warm_up(container.runtime(), level, container.scheduler_limits()):
+    for step in warm_up(container.runtime(), level, container.scheduler_limits(), container.tree_cache().tiers):
         if tell is not None:
             tell(*step)
 

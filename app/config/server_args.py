@@ -20,7 +20,7 @@ DisaggregationMode = Literal["null", "prefill", "decode"]
 DType = Literal["auto", "float32", "bfloat16"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 Device = Literal["auto", "cpu", "tpu"]
-WarmupLevel = Literal["none", "decode", "all"]
+WarmupLevel = Literal["none", "copies", "decode", "all"]
 Warmup = Literal["auto", WarmupLevel]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
@@ -108,7 +108,8 @@ class ServerArgs:
     """Part of the memory that weights, KV pool and a step may take together; by default 0.9 on TPU and 0.7 on CPU."""
 
     warmup: Warmup = "auto"
-    """What is compiled before requests are taken: nothing, decode steps or all; auto is decode for `serve` on TPU."""
+    """What is compiled before requests are taken: nothing, copies between tiers, decode steps as well, or all. auto is
+    decode for `serve` on TPU, else copies."""
 
     check_invariants: bool = False
     """Check every invariant after every step; slow, for tests and debugging."""

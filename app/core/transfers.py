@@ -178,6 +178,7 @@ class TransferEnd:
         ... A failed backup or restore wrote nothing that may be read. A failed store or fetch may have done a part.
     arrived: of a store, lookup or fetch, for each key of each pool, (n,) bool: stored, there, arrived.
     num_bytes, seconds: what moved, and how long it took from the start of the copy.
+    has_compiled: whether a program was compiled on the way: then `seconds` says nothing about copies.
     """
 
     number: int
@@ -185,6 +186,7 @@ class TransferEnd:
     arrived: OfEachPool[np.ndarray] | None = None
     num_bytes: int = 0
     seconds: float = 0.0
+    has_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Backups under way: gathered on the thread that dispatches, then copied into host memory by themselves."""
+"""Backups under way: gathered before their step, and copied into host memory by themselves once it is dispatched."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Backup:
-    """source: device pages, read by `launch`. target: host pages. num_bytes: of staging, taken since `reserve`."""
+    """source: device pages, read by `launch`. target: host pages. num_bytes: of staging, taken since `reserve`.
+
+    gathered: between `launch` and `begin_copies`.
+    """
 
     source: PageIds
     target: PageIds
     num_bytes: int
     begun_at: float = 0.0
+    gathered: PoolContents | None = None
     copy: TierCopy | None = None
 
 
 class Backups:
-    """reserve -> launch -> advance, until each has ended."""
+    """reserve -> launch -> begin_copies -> advance, until each has ended."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Backups:
             self._staging.give_back(backup.num_bytes)
 
     def launch(self, numbers: Sequence[int], now: float) -> list[TransferEnd]:
-        """Dispatch the gathers of all of them together, and begin their copies. -> those that failed at once."""
+        """Dispatch the gathers of all of them together. -> those that failed at once."""
         batch = [(number, self._under_way[number]) for number in numbers if number in self._under_way]
         if not batch:
             return []
@@ -83,16 +87,26 @@ class Backups:
         except Exception as error:
             _log.warning("backups_failed", reason=repr(error), num_backups=len(batch))
             return [self._end(number, now, "failed") for number, _ in batch]
-        failed, start = [], PageCounts()
-        for number, backup in batch:
+        start = PageCounts()
+        for _, backup in batch:
             counts = backup.source.counts()
             backup.begun_at = now
+            backup.gathered = part_of_contents(contents, start, counts)
+            start = added(start, counts)
+        return []
+
+    def begin_copies(self, now: float) -> list[TransferEnd]:
+        """Of what was gathered, once the step is dispatched, which waits for none of this. -> those that failed now."""
+        failed = []
+        for number, backup in list(self._under_way.items()):
+            if backup.gathered is None:
+                continue
+            gathered, backup.gathered = backup.gathered, None
             try:
-                backup.copy = self._copies.to_host(part_of_contents(contents, start, counts))
+                backup.copy = self._copies.to_host(gathered)
             except Exception as error:
                 _log.warning("backup_failed", number=number, reason=repr(error))
                 failed.append(self._end(number, now, "failed"))
-            start = added(start, counts)
         return failed
 
     def has_news(self, now: float) -> bool:

@@ -2,8 +2,8 @@
 
 It moves what plans say, in the runtime's own thread, and blocks nowhere but in `wait` and `close`:
 
-    check_plan -> prepare -> launch, before the programs of the plan's step -> collect, when a step is read
-                         `-> undo, when the batch is discarded
+    check_plan -> prepare -> launch, before the programs of the plan's step -> launched, after them -> collect, when a
+                         `-> undo, when the batch is discarded                                         step is read
 
     device pool  --Backups-->  HostKVPool  --StorageMoves-->  StorageLane
                 <--Restores--             <--StorageMoves--
@@ -23,6 +23,7 @@ from app.core.handles import CacheIdentity, Generation
 from app.core.transfers import OfEachPool, PageIds, PreparedTransfers, TierLimits, TransferEnd, TransferPlan
 from app.errors import IntegrityError, OwnershipError
 from app.hicache.backups import Backups
+from app.hicache.copy_rates import CopyWarmUp
 from app.hicache.counters import TierCounters
 from app.hicache.parts import joined_ids
 from app.hicache.ports import StorageLane
@@ -82,7 +83,10 @@ class HostTier:
             limits=limits,
             counters=self._counters.restore,
         )
-        self._storage = StorageMoves(host_pool=host_pool, carriers=carriers, lane=lane, counters=self._counters)
+        self.warm_up = CopyWarmUp(carriers, device_pool)
+        self._storage = StorageMoves(
+            host_pool=host_pool, page_bytes=limits.page_bytes, lane=lane, counters=self._counters
+        )
         self._ends: list[TransferEnd] = []  # not told yet
         self._restored: list[TransferEnd] = []  # likewise: ends of restores
         self._unlaunched: dict[int, TransferPlan] = {}  # by batch
@@ -152,6 +156,10 @@ class HostTier:
         self._restores.launch([restore.number for restore in transfers.restores])
         self._ends += self._storage.launch(transfers)
         self._restored += self._restores.advance(now)
+
+    def launched(self) -> None:
+        """After everything of the plan's step is dispatched: begin the copies of what was gathered."""
+        self._ends += self._backups.begin_copies(self._clock())
 
     def undo(self, batch_id: int) -> None:
         """Its batch is discarded: what it reserved is free again, and none of it ends. Frees and cancels stay."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from app.core.transfers import OfEachPool, PageKeys, TransferEnd
 from app.hicache.ports import LaneEnd
-from app.hicache.storage.base import Got, Operation, Outcome
-from app.hicache.storage.chunks import Arrival, Ticket
+from app.hicache.storage.base import Operation, Outcome
+from app.hicache.storage.chunks import Ticket
 from app.hicache.storage.workers import StorageWorkers
+from app.tpu.page_carrier import PageArrays
 
 _DONE = {
     Operation.SET: frozenset({Outcome.STORED, Outcome.PRESENT}),
@@ -43,19 +44,21 @@ class LaneTransfer:
         self.num_unanswered = 0 if workers is None else sum(map(len, keys))
         self._operation = operation
         self._page_bytes = page_bytes
-        self._answers: list[list[Got | None]] = [[None] * len(of_kind) for of_kind in keys]
+        self._answers: list[list[Outcome | None]] = [[None] * len(of_kind) for of_kind in keys]
+        self._pages: list[list[PageArrays | None]] = [[None] * len(of_kind) for of_kind in keys]
         self._started = time.monotonic()
 
-    def answer(self, kind: int, arrival: Arrival) -> None:
-        """To some of the keys of this kind, 0 to 2."""
-        end = arrival.first + len(arrival.results)
-        self._answers[kind][arrival.first : end] = arrival.results
-        self.num_unanswered -= len(arrival.results)
+    def answer(self, kind: int, first: int, outcomes: Sequence[Outcome], pages: Sequence[PageArrays | None]) -> None:
+        """To some of the keys of this kind, 0 to 2, from `first` on. pages: of a fetch, those that came."""
+        end = first + len(outcomes)
+        self._answers[kind][first:end] = outcomes
+        self._pages[kind][first:end] = pages
+        self.num_unanswered -= len(outcomes)
 
     def end(self) -> LaneEnd:
         """When nothing is unanswered. `failure` is the outcome of the first key that did not do."""
         done = _DONE[self._operation]
-        arrived = _of_each([np.array([_is(each, done) for each in kind], bool) for kind in self._answers])
+        arrived = _of_each([np.array([each in done for each in kind], bool) for kind in self._answers])
         end = TransferEnd(
             number=self.number,
             failure=self._failure(),
@@ -63,10 +66,7 @@ class LaneTransfer:
             num_bytes=self._num_bytes(),
             seconds=time.monotonic() - self._started,
         )
-        payloads: OfEachPool[Sequence[np.ndarray | None]] | None = None
-        if self._operation is Operation.GET:
-            payloads = _of_each([[_payload(each) for each in kind] for kind in self._answers])
-        return LaneEnd(end=end, payloads=payloads)
+        return LaneEnd(end=end, contents=_of_each(self._pages) if self._operation is Operation.GET else None)
 
     def broken(self) -> str | None:
         """In words, what is wrong with it; None for nothing."""
@@ -83,24 +83,16 @@ class LaneTransfer:
             fine = fine | {Outcome.ABSENT}
         for kind in self._answers:
             for each in kind:
-                if each is not None and each.outcome not in fine:
-                    return each.outcome.value
+                if each is not None and each not in fine:
+                    return each.value
         return None
 
     def _num_bytes(self) -> int:
         moved = _MOVED.get(self._operation)
         return sum(
-            num_bytes * sum(each is not None and each.outcome is moved for each in kind)
+            num_bytes * sum(each is not None and each is moved for each in kind)
             for num_bytes, kind in zip(self._page_bytes, self._answers, strict=True)
         )
-
-
-def _is(answer: Got | None, outcomes: frozenset[Outcome]) -> bool:
-    return answer is not None and answer.outcome in outcomes
-
-
-def _payload(answer: Got | None) -> np.ndarray | None:
-    return None if answer is None or answer.value is None else np.frombuffer(answer.value, np.uint8)
 
 
 def _of_each(kinds: Sequence[_Kind]) -> OfEachPool[_Kind]:

@@ -7,28 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from app.core.transfers import Fetch as FetchIntent
 from app.core.transfers import Lookup, OfEachPool, Store, TransferEnd
+from app.tpu.page_carrier import PageArrays, PoolContents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneEnd:
-    """A transfer of the lane that is over, and of a fetch the payloads: (page_bytes,) uint8, None where none came."""
+    """A transfer of the lane that is over, and of a fetch the host pages that it made: None where nothing came."""
 
     end: TransferEnd
-    payloads: OfEachPool[Sequence[np.ndarray | None]] | None = None
+    contents: OfEachPool[Sequence[PageArrays | None]] | None = None
 
 
 class StorageLane(Protocol):
-    """Storage as the host tier uses it, on the thread that dispatches: no call here waits for storage.
+    """Storage as the host tier uses it, on the thread that dispatches: no call here waits for storage, or reads a page.
 
     Each transfer that is begun is told once by `take_ends`; with no storage attached, at once and as a failure.
     """
 
-    def store(self, intent: Store, payloads: OfEachPool[Sequence[np.ndarray]]) -> None:
-        """Payloads, (page_bytes,) uint8 each, are read until the end is told, and not after."""
+    def store(self, intent: Store, contents: PoolContents) -> None:
+        """Host pages, as many of each kind as keys: kept, and read elsewhere, until the end is told at the latest."""
         ...
 
     def lookup(self, intent: Lookup) -> None: ...

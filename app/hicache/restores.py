@@ -48,6 +48,7 @@ class _Restore:
     cut: PageCounts = field(default_factory=PageCounts)
     pieces: list[_Piece] = field(default_factory=list)
     is_launched: bool = False
+    has_compiled: bool = False
     failure: str | None = None
 
     @property
@@ -59,6 +60,14 @@ class _Restore:
     def waits(self) -> bool:
         """For staging."""
         return self.failure is None and bool(self.left)
+
+
+class _Landed(NamedTuple):
+    """Device arrays to be written, and where."""
+
+    restore: _Restore
+    target: PageIds
+    contents: PoolContents
 
 
 class Restores:
@@ -185,15 +194,14 @@ class Restores:
             counts.append(count)
         return PageCounts(*counts)
 
-    def _take_landed(self) -> list[tuple[PageIds, PoolContents]]:
-        """Device arrays to be written, and where."""
+    def _take_landed(self) -> list[_Landed]:
         landed = []
         for number, restore in self._under_way.items():
             if not restore.is_launched or restore.failure is not None:
                 continue
             for piece in [piece for piece in restore.pieces if piece.copy.ready()]:
                 try:
-                    landed.append((piece.target, piece.copy.result()))
+                    landed.append(_Landed(restore, piece.target, piece.copy.result()))
                 except Exception as error:
                     self._fail(number, restore, error)
                     break
@@ -201,11 +209,18 @@ class Restores:
                 self._staging.give_back(piece.num_bytes)
         return landed
 
-    def _write(self, landed: list[tuple[PageIds, PoolContents]]) -> None:
+    def _write(self, landed: list[_Landed]) -> None:
         if landed:
-            ids, contents = zip(*landed, strict=True)
+            restores, ids, contents = zip(*landed, strict=True)
             pages, arrays = joined_ids(ids), joined_contents(contents)
+            before = self._num_programs()
             self._device.put(scatter_each(self._carriers, self._device.take(), pages, arrays))
+            if self._num_programs() > before:
+                for restore in restores:
+                    restore.has_compiled = True
+
+    def _num_programs(self) -> int:
+        return sum(carrier.num_programs for carrier in self._carriers if carrier is not None)
 
     def _fail(self, number: int, restore: _Restore, error: Exception) -> None:
         _log.warning("restore_failed", number=number, reason=repr(error))
@@ -215,7 +230,13 @@ class Restores:
         restore = self._under_way.pop(number)
         self._drop(restore)
         num_bytes = 0 if failure else restore.num_bytes
-        end = TransferEnd(number=number, failure=failure, num_bytes=num_bytes, seconds=now - restore.begun_at)
+        end = TransferEnd(
+            number=number,
+            failure=failure,
+            num_bytes=num_bytes,
+            seconds=now - restore.begun_at,
+            has_compiled=restore.has_compiled,
+        )
         self._counters.count(end, sum(restore.target.counts()))
         return end
 

@@ -3,6 +3,8 @@
     store | lookup | fetch  --->  LaneTransfer: a ticket of the workers for each kind of page  --->  StorageWorkers
     take_ends  <---  all its keys are answered  <---  callbacks in the workers' threads
 
+Pages become bytes, and bytes pages, in the workers' threads: host pages are arrays that nobody writes to.
+
 One storage has three kinds of values, each with a codec of its own: full pages under the hashes of their chain, window
 pages and snapshots under keys that `StorageIdentity.part_keys` makes of those.
 """
@@ -12,29 +14,61 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 
 from app.core.keys import StorageIdentity
 from app.core.transfers import Fetch, Lookup, OfEachPool, PageKeys, Store
 from app.errors import ConfigError, IntegrityError, OwnershipError
 from app.hicache.lane_transfer import LaneTransfer
 from app.hicache.ports import LaneEnd
-from app.hicache.storage.base import Deadline, HiCacheStorage, Operation, PageKey
+from app.hicache.storage.base import Deadline, Got, HiCacheStorage, Operation, Outcome, PageKey
 from app.hicache.storage.chunks import Arrival, Arrived, Ticket
 from app.hicache.storage.counters import StorageCounters
 from app.hicache.storage.value import ValueCodec
 from app.hicache.storage.workers import StorageWorkers, WorkerLimits, WorkerLoad
+from app.tpu.page_carrier import PageArrays, PageForm, PoolContents
+
+_log = structlog.get_logger(__name__)
 
 _FULL = 0  # the first of each pool
 _Ask = Callable[[StorageWorkers, int, Sequence[PageKey], Arrived], Ticket]
 
 
 class _StoredKind(NamedTuple):
+    """Pages of one kind: what they are called, as values, as host pages."""
+
     identity: StorageIdentity
     codec: ValueCodec
+    form: PageForm
+
+    def page(self, got: Got) -> tuple[Outcome, PageArrays | None]:
+        """Of what was read. A page that cannot be made did not come."""
+        if got.value is None:
+            return got.outcome, None
+        try:
+            return got.outcome, self.form.from_bytes(np.frombuffer(got.value, np.uint8))
+        except Exception as error:
+            _log.warning("fetched_page_refused", reason=repr(error))
+            return Outcome.FAULT, None
+
+
+@dataclass(frozen=True, slots=True)
+class _PageBytes:
+    """A host page as bytes, which are made where they are wanted."""
+
+    kind: _StoredKind
+    page: PageArrays
+
+    def __len__(self) -> int:
+        return self.kind.codec.payload_bytes
+
+    def __bytes__(self) -> bytes:
+        return self.kind.form.to_bytes(self.page).tobytes()
 
 
 class WorkersLane:
@@ -49,17 +83,18 @@ class WorkersLane:
         *,
         page_bytes: OfEachPool[int],
         identities: OfEachPool[StorageIdentity | None],
+        forms: OfEachPool[PageForm | None],
         limits: WorkerLimits | None = None,
         store_deadline_s: float = 30.0,
     ) -> None:
-        """page_bytes: of one page of each kind. identities: None for a kind that the model lacks.
+        """page_bytes: of one page of each kind. identities, forms: None for a kind that the model lacks.
 
         store_deadline_s: after which a write that the storage has not answered is given up.
         """
         self._page_bytes = page_bytes
         self._kinds = [
-            None if identity is None else _StoredKind(identity, ValueCodec(identity, num_bytes))
-            for identity, num_bytes in zip(identities, page_bytes, strict=True)
+            None if identity is None or form is None else _StoredKind(identity, ValueCodec(identity, num_bytes), form)
+            for identity, form, num_bytes in zip(identities, forms, page_bytes, strict=True)
         ]
         self._limits = limits
         self._store_deadline_s = store_deadline_s
@@ -72,18 +107,18 @@ class WorkersLane:
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
-    def store(self, intent: Store, payloads: OfEachPool[Sequence[np.ndarray]]) -> None:
-        """ValueError, and nothing begun, for payloads of another number or length than the keys'."""
-        for keys, pages, num_bytes in zip(intent.keys, payloads, self._page_bytes, strict=True):
-            sizes = {page.nbytes for page in pages}
-            if len(keys) != len(pages) or sizes - {num_bytes}:
-                raise ValueError(
-                    f"{len(keys)} keys need as many pages of {num_bytes} bytes, not {len(pages)} of {sizes}"
-                )
+    def store(self, intent: Store, contents: PoolContents) -> None:
+        """ValueError, and nothing begun, for another number of pages than of keys."""
+        for keys, pages in zip(intent.keys, contents, strict=True):
+            if len(keys) != len(pages):
+                raise ValueError(f"{len(keys)} keys need as many pages, not {len(pages)}")
         deadline = time.monotonic() + self._store_deadline_s
 
         def ask(workers: StorageWorkers, kind: int, keys: Sequence[PageKey], arrived: Arrived) -> Ticket:
-            return workers.set(self._kind(kind).codec, keys, [page.data for page in payloads[kind]], arrived, deadline)
+            stored = self._kind(kind)
+            return workers.set(
+                stored.codec, keys, [_PageBytes(stored, page) for page in contents[kind]], arrived, deadline
+            )
 
         self._begin(intent.number, Operation.SET, intent.keys, ask)
 
@@ -212,8 +247,10 @@ class WorkersLane:
 
     def _arrived(self, transfer: LaneTransfer, kind: int, arrival: Arrival) -> None:
         """In any thread."""
+        stored = self._kind(kind)
+        made = [stored.page(got) for got in arrival.results]  # without the lock: it takes a while
         with self._lock:
-            transfer.answer(kind, arrival)
+            transfer.answer(kind, arrival.first, [outcome for outcome, _ in made], [page for _, page in made])
             self._settle(transfer)
 
     def _settle(self, transfer: LaneTransfer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from app.hicache.counters import DirectionCounters, TierCounters
 from app.hicache.parts import NO_CONTENTS, fits
 from app.hicache.ports import LaneEnd, StorageLane
 from app.memory.host_kv_pool import HostKVPool
-from app.tpu.page_carrier import PageArrays, PageCarrier, PoolContents
+from app.tpu.page_carrier import PoolContents
 
 _log = structlog.get_logger(__name__)
 
@@ -36,12 +36,12 @@ class StorageMoves:
         self,
         *,
         host_pool: HostKVPool,
-        carriers: OfEachPool[PageCarrier | None],
+        page_bytes: OfEachPool[int],
         lane: StorageLane,
         counters: TierCounters,
     ) -> None:
         self._host = host_pool
-        self._carriers = carriers
+        self._page_bytes = page_bytes
         self._lane = lane
         self._counters = counters
         self._under_way: dict[int, _Move] = {}
@@ -79,16 +79,13 @@ class StorageMoves:
         ends = []
         for store in transfers.stores:
             contents, self._under_way[store.number].contents = self._under_way[store.number].contents, NO_CONTENTS
-            ends += self._hand_over(store.number, partial(self._store, store, contents))
+            ends += self._hand_over(store.number, partial(self._lane.store, store, contents))
         for lookup in transfers.lookups:
             ends += self._hand_over(lookup.number, partial(self._lane.lookup, lookup))
         for fetch in transfers.fetches:
             if fetch.number in self._under_way:
                 ends += self._hand_over(fetch.number, partial(self._lane.fetch, fetch))
         return ends
-
-    def _store(self, store: Store, contents: PoolContents) -> None:
-        self._lane.store(store, self._payloads(contents))
 
     def _hand_over(self, number: int, begin: Callable[[], None]) -> list[TransferEnd]:
         """Whatever the lane raises is a transfer that failed: it must not be taken for a failure of the device."""
@@ -136,35 +133,16 @@ class StorageMoves:
         move.counters.count(end, move.num_pages)
         return end
 
-    def _payloads(self, contents: PoolContents) -> OfEachPool[Sequence[np.ndarray]]:
-        return OfEachPool(
-            *(
-                [] if carrier is None else [carrier.to_bytes(page) for page in pages]
-                for carrier, pages in zip(self._carriers, contents, strict=True)
-            )
-        )
-
     def _fill(self, target: PageIds, lane_end: LaneEnd) -> TransferEnd:
-        """What cannot be put into its page did not arrive."""
-        payloads = lane_end.payloads or OfEachPool(*([None] * ids.size for ids in target))
+        """What there is no page for did not arrive."""
+        contents = lane_end.contents or OfEachPool(*([None] * ids.size for ids in target))
         arrived, good_ids, good_contents, num_bytes = [], [], [], 0
-        for carrier, ids, of_kind in zip(self._carriers, target, payloads, strict=True):
-            pages = [_page(carrier, payload) for payload in of_kind] if len(of_kind) == ids.size else [None] * ids.size
+        for page_bytes, ids, of_kind in zip(self._page_bytes, target, contents, strict=True):
+            pages = of_kind if len(of_kind) == ids.size else [None] * ids.size
             came = np.array([page is not None for page in pages], np.bool_)
             arrived.append(came)
             good_ids.append(ids[came])
             good_contents.append([page for page in pages if page is not None])
-            num_bytes += 0 if carrier is None else int(came.sum()) * carrier.page_bytes
+            num_bytes += int(came.sum()) * page_bytes
         self._host.put(PageIds(*good_ids), OfEachPool(*good_contents))
         return replace(lane_end.end, arrived=OfEachPool(*arrived), num_bytes=num_bytes)
-
-
-def _page(carrier: PageCarrier | None, payload: np.ndarray | None) -> PageArrays | None:
-    """None for what is not a page."""
-    if carrier is None or payload is None or payload.size != carrier.page_bytes:
-        return None
-    try:
-        return carrier.from_bytes(payload)
-    except Exception as error:
-        _log.warning("fetched_page_refused", reason=repr(error))
-        return None

@@ -96,5 +96,7 @@ def _compiled(container: Container) -> dict[str, list[int] | list[str]]:
         "buckets_rows": shapes.rows(),
         "buckets_chunk_tokens": shapes.tokens(),
         "buckets_context_tokens": [pages * args.page_size for pages in shapes.pages()],
-        **warmup_facts(level_of_server(args.warmup, container.platform()), shapes),
+        **warmup_facts(
+            level_of_server(args.warmup, container.platform()), shapes, has_tiers=args.enable_hierarchical_cache
+        ),
     }

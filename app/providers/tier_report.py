@@ -6,8 +6,8 @@ from typing import Any
 
 from app.config.server_args import ServerArgs
 from app.core.ports import PoolSpec
+from app.hicache.copy_rates import measure_copies
 from app.hicache.storage.base import HiCacheStorage
-from app.providers.copy_rates import measure_copies
 from app.providers.host_sizing import HostSize
 from app.tpu.lent_arrays import LentArrays
 from app.tpu.page_carrier import PageCarrier

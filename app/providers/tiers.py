@@ -87,13 +87,15 @@ def identities(
     )
 
 
-def storage_lane(size: HostSize | None, identities: Callable[[], Identities]) -> WorkersLane | None:
+def storage_lane(
+    size: HostSize | None, identities: Callable[[], Identities], carriers: Callable[[], Carriers]
+) -> WorkersLane | None:
     """The way to a storage, which may be attached while the engine runs."""
     if size is None:
         return None
     room = max(size.num_bytes // _QUEUE_PART, max(size.limits.page_bytes))
     limits = WorkerLimits(max_queued_bytes=min(room, WorkerLimits().max_queued_bytes))
-    return WorkersLane(page_bytes=size.limits.page_bytes, identities=identities(), limits=limits)
+    return WorkersLane(page_bytes=size.limits.page_bytes, identities=identities(), forms=carriers(), limits=limits)
 
 
 def mover(

@@ -185,6 +185,7 @@ class LocalRuntime:
                 snapshot_slots=reservation.snapshot_slots,
             )
             handle.started(self._dispatcher.run(reservation.plan, rows, deltas, self._buckets))
+            self._moves.launched()
         except Exception as error:
             # The device may raise anything; whatever it is, the pool was lent and is gone.
             self._lose_pool(prepared.batch_id, f"{type(error).__name__}: {error}")
@@ -207,14 +208,15 @@ class LocalRuntime:
         (earlier.appends if earlier else self._carried).extend(reservation.rewrites)
 
     def warm_up(self, level: WarmupLevel, chunk_tokens: int) -> Iterator[tuple[str, float]]:
-        """Compile the programs of steps with up to `chunk_tokens` prompt tokens, one each time the iterator goes on.
-        -> what comes next, and the fraction done. Nothing is written. Raises what the device raises: the pool is new.
+        """Compile the programs of copies between tiers and of steps with up to `chunk_tokens` prompt tokens, one each
+        time the iterator goes on. -> what comes next, and the fraction done. No page changes.
 
-        OwnershipError once a request has a row.
+        Raises what the device raises: the pool is new. OwnershipError once a request has a row.
         """
         shapes = ReachableShapes(buckets=self._buckets, num_rows=self._rows.num_rows, chunk_tokens=chunk_tokens)
         warm_up = WarmUp(dispatcher=self._dispatcher, rows=self._rows, sampling=self._sampling, identity=self.identity)
-        steps = warm_up.steps(level, shapes)
+        copies = [] if level == "none" else self._moves.warm_up_steps()
+        steps = copies + warm_up.steps(level, shapes)
         for done, step in enumerate(steps):
             yield step.what, done / len(steps)
             self._require_open("warm_up")
@@ -227,6 +229,10 @@ class LocalRuntime:
                 raise
         if steps:
             self._sampling.reset()  # penalty tables take memory that a run may never need
+
+    def restored_bytes_per_s(self) -> float | None:
+        """How fast host pages came back to the device in `warm_up`; None without."""
+        return self._moves.restored_bytes_per_s()
 
     def check_integrity(self) -> None:
         """Allocator and rows are sound, and every page that a row reads is held by somebody."""

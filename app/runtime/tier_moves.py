@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from app.core.batch import BatchPlan, PreparedBatch
@@ -18,6 +20,7 @@ from app.hicache.host_tier import HostTier
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
+from app.runtime.warmup import WarmupStep
 
 
 def tier_moves(
@@ -45,6 +48,17 @@ class TierMoves:
 
     def close(self) -> None:
         self._tiers.close()
+
+    def warm_up_steps(self) -> list[WarmupStep]:
+        """Every program that moves pages; for a runtime in which nothing moves yet."""
+        warm_up = self._tiers.warm_up
+        return [
+            WarmupStep(f"copies between tiers, {step + 1} of {warm_up.num_steps}", partial(warm_up.run, step))
+            for step in range(warm_up.num_steps)
+        ]
+
+    def restored_bytes_per_s(self) -> float | None:
+        return self._tiers.warm_up.restored_bytes_per_s
 
     def check_plan(self, plan: BatchPlan) -> None:
         """Raise unless everything that the plan's transfers name may be named. See HostTier.check_plan.
@@ -81,6 +95,9 @@ class TierMoves:
 
     def launch(self, batch_id: int) -> None:
         self._tiers.launch(batch_id)
+
+    def launched(self) -> None:
+        self._tiers.launched()
 
     def undo(self, prepared: PreparedBatch) -> None:
         self._tiers.undo(prepared.batch_id)
@@ -119,6 +136,12 @@ def _refuse_common(pages: np.ndarray, others: np.ndarray, reason: str) -> None:
 class NoTierMoves:
     """Of a runtime without a host tier: nothing moves."""
 
+    def warm_up_steps(self) -> list[WarmupStep]:
+        return []
+
+    def restored_bytes_per_s(self) -> float | None:
+        return None
+
     def open(self) -> None: ...
 
     def close(self) -> None: ...
@@ -136,6 +159,8 @@ class NoTierMoves:
         return NOTHING_PREPARED
 
     def launch(self, batch_id: int) -> None: ...
+
+    def launched(self) -> None: ...
 
     def undo(self, prepared: PreparedBatch) -> None: ...
 

@@ -68,9 +68,9 @@ class WarmUp:
         self._identity = identity
 
     def steps(self, level: WarmupLevel, shapes: ReachableShapes) -> list[WarmupStep]:
-        """Those of "all" are every program that a run can call."""
+        """Those of "all" are every program that a step can call."""
         match level:
-            case "none":
+            case "none" | "copies":
                 return []
             case "decode":
                 return self._decode_steps(shapes)

@@ -146,7 +146,7 @@ def assemble(
         journal=journal,
         tiers=_tier_parts(container),
         publish=_publish_nothing if publisher is None else publisher.publish,
-        warm_up=partial(warm_up, container.runtime(), level, served.limits),
+        warm_up=partial(warm_up, container.runtime(), level, served.limits, container.tree_cache().tiers),
     )
 
 

@@ -54,10 +54,11 @@ class StackedPages:
         return tuple(_abstract((len(places), *array.shape[1:]), array) for array, places in self.kinds)
 
     def read(self, arrays: Any, ids: jax.Array) -> list[PageArrays]:
-        # All pages of an array at once, then apart: on CPU faster than page by page, and compiled in half the time.
-        taken = [array.at[ids].get(mode="promise_in_bounds") for array in jax.tree.leaves(arrays)]
+        # Each piece straight to its place: on CPU twice as fast as all pages of an array at once, and those then apart.
+        leaves = jax.tree.leaves(arrays)
         return [
-            tuple(jnp.stack([taken[place][n] for place in places]) for _, places in self.kinds) for n in range(ids.size)
+            tuple(jnp.concatenate([_page_of(leaves[place], ids[n]) for place in places]) for _, places in self.kinds)
+            for n in range(ids.size)
         ]
 
     def write(self, arrays: Any, ids: jax.Array, contents: Sequence[PageArrays]) -> Any:
@@ -115,6 +116,11 @@ def _put(arrays: list[jax.Array], ids: jax.Array, pages: Sequence[jax.Array]) ->
 def _abstract(shape: tuple[int, ...], array: Any) -> Any:
     """As one of the pool's arrays is: ranks cut a page where they cut the pool, which is never along its first axis."""
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=array.sharding)
+
+
+def _page_of(array: jax.Array, page: jax.Array) -> jax.Array:
+    """(pages, ...) -> (1, ...)."""
+    return jax.lax.dynamic_slice_in_dim(array, page, 1)
 
 
 def _one(pages: jax.Array, n: jax.Array, layer: int) -> jax.Array:

@@ -17,7 +17,19 @@ PoolContents = OfEachPool[Sequence[PageArrays]]
 """Contents of pages of each kind, in the order of PageIds; empty for kinds that a model lacks."""
 
 
-class PageCarrier(Protocol):
+class PageForm(Protocol):
+    """Host pages of one kind, and their bytes. From any thread."""
+
+    def to_bytes(self, content: PageArrays) -> np.ndarray:
+        """A host page as storage keeps it: (page_bytes,) uint8, contiguous, read-only. Waits for nothing but memory."""
+        ...
+
+    def from_bytes(self, payload: np.ndarray) -> PageArrays:
+        """A host page from what `to_bytes` gave: (page_bytes,) uint8, which is copied. ConfigError for another size."""
+        ...
+
+
+class PageCarrier(PageForm, Protocol):
     """For one kind of pages: full, window, or snapshots of states. `buffers` are always the whole device pool's."""
 
     @property
@@ -45,18 +57,19 @@ class PageCarrier(Protocol):
         """
         ...
 
+    @property
+    def num_programs(self) -> int:
+        """Programs that were dispatched so far, each counted once: it grows when one is compiled, or read back."""
+        ...
+
+    def groups(self) -> list[np.ndarray]:
+        """Pages, (n,) int32, of which each gather and each scatter is another program: all that there are of either."""
+        ...
+
     def to_host(self, contents: Sequence[PageArrays]) -> list[PageArrays]:
         """Begin copying device arrays into pinned host memory. Returns at once."""
         ...
 
     def to_device(self, contents: Sequence[PageArrays]) -> list[PageArrays]:
         """Begin copying host arrays to the device. Returns at once."""
-        ...
-
-    def to_bytes(self, content: PageArrays) -> np.ndarray:
-        """A host page as storage keeps it: (page_bytes,) uint8, contiguous, read-only. Waits for nothing but memory."""
-        ...
-
-    def from_bytes(self, payload: np.ndarray) -> PageArrays:
-        """A host page from what `to_bytes` gave: (page_bytes,) uint8, which is copied. ConfigError for another size."""
         ...

@@ -53,6 +53,7 @@ class ArraysCarrier:
         self._layout = layout
         self._last_page = last_page
         self._on_device = tuple(array.sharding for array in layout.page)
+        self._dispatched: set[tuple[str, int]] = set()  # programs, by what they do and to how many pages
         self._on_host = tuple(sharding.with_memory_kind(PINNED_HOST) for sharding in self._on_device)
 
     @property
@@ -73,6 +74,7 @@ class ArraysCarrier:
         arrays = self._part.of(buffers)
         contents: list[PageArrays] = []
         for group in _groups(pages.size):
+            self._dispatched.add(("gather", pages[group].size))
             contents += _read(arrays, pages[group].copy(), layout=self._layout)  # dispatched: it may be read later
         return contents
 
@@ -80,8 +82,16 @@ class ArraysCarrier:
         self._check(pages)
         arrays = self._part.of(buffers)
         for group in _groups(pages.size):
+            self._dispatched.add(("scatter", pages[group].size))
             arrays = _write(arrays, pages[group].copy(), list(contents[group]), layout=self._layout)
         return self._part.replaced(buffers, arrays)
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._dispatched)
+
+    def groups(self) -> list[np.ndarray]:
+        return [np.arange(1, 1 + size, dtype=np.int32) for size in GROUP_SIZES if size <= self._last_page]
 
     def to_host(self, contents: Sequence[PageArrays]) -> list[PageArrays]:
         return jax.device_put(list(contents), [self._on_host] * len(contents))

@@ -17,6 +17,7 @@ TIERS: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_write_policy": "write_through",
     "hicache_ratio": 8.0,
+    "warmup": "none",  # so that the first restore is taken: this model computes quicker than pages travel
 }
 STORAGE, CLEAR = "/hicache/storage-backend", "/clear_hicache_storage_backend"
 PROMPT = "A prompt of a few pages, which go down and come back."

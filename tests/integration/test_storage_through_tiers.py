@@ -23,6 +23,7 @@ from app.hicache.storage.doubles import CorruptStorage, FailingStorage, FullStor
 from app.hicache.storage.memory import MemoryStorage
 from app.hicache.storage.workers import WorkerLimits
 from app.hicache.storage_lane import WorkersLane
+from tests.support.byte_pages import BYTES
 from tests.support.storage import IDENTITY
 from tests.support.tier_runtime import TierRig
 from tests.support.tree_model import key_of
@@ -50,6 +51,7 @@ class StoredRig(TierRig):
         self.lane = WorkersLane(
             page_bytes=OfEachPool(*(CONTENT_BYTES,) * 3),
             identities=OfEachPool(*(replace(identity, layout=kind) for kind in kinds)),
+            forms=OfEachPool(BYTES, BYTES, BYTES),
             limits=WorkerLimits(concurrency=2, backoff_s=0.001),
         )
         self.lane.attach(storage)
@@ -75,7 +77,9 @@ class StoredRig(TierRig):
         for number in self.plan.cancels:
             self.lane.cancel(number)
         for store, source in zip(self.plan.stores, self.sources, strict=True):
-            self.lane.store(store, OfEachPool(*([np.frombuffer(each, np.uint8) for each in kind] for kind in source)))
+            self.lane.store(
+                store, OfEachPool(*([(np.frombuffer(each, np.uint8),) for each in kind] for kind in source))
+            )
         for lookup in self.plan.lookups:
             self.lane.lookup(lookup)
         for fetch in self.plan.fetches:
@@ -88,11 +92,11 @@ class StoredRig(TierRig):
         ends = []
         for each in self.lane.take_ends():
             ids = self.fetching.pop(each.end.number, None)
-            if ids is not None and each.payloads is not None:
-                for contents, of_kind, payloads in zip(self.host.contents, ids, each.payloads, strict=True):
-                    for page, payload in zip(of_kind.tolist(), payloads, strict=True):
-                        if payload is not None:
-                            contents[page] = payload.tobytes()
+            if ids is not None and each.contents is not None:
+                for contents, of_kind, arrived in zip(self.host.contents, ids, each.contents, strict=True):
+                    for page, content in zip(of_kind.tolist(), arrived, strict=True):
+                        if content is not None:
+                            contents[page] = BYTES.to_bytes(content).tobytes()
             ends.append(each.end)
         self.tiers.ended(ends)
         super().tell_ends()

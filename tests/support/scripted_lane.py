@@ -10,16 +10,17 @@ import numpy as np
 
 from app.core.transfers import Fetch, Lookup, OfEachPool, PageKeys, Store, TransferEnd
 from app.hicache.ports import LaneEnd
+from app.tpu.page_carrier import PageArrays, PoolContents
 
 
 @dataclass
 class ScriptedLane:
     """values: what is stored, by pool kind and key.
 
-    is_held: ends come only by `release`. failures: by number of the transfer. cut: fetches whose payloads lack a byte.
+    is_held: ends come only by `release`. failures: by number of the transfer. cut: fetches whose answers lack a page.
     """
 
-    values: dict[tuple[int, bytes], np.ndarray] = field(default_factory=dict)
+    values: dict[tuple[int, bytes], PageArrays] = field(default_factory=dict)
     is_held: bool = False
     failures: dict[int, str] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
@@ -29,12 +30,12 @@ class ScriptedLane:
     _held: list[LaneEnd] = field(default_factory=list)
     _wake: threading.Event = field(default_factory=threading.Event)
 
-    def store(self, intent: Store, payloads: OfEachPool[Sequence[np.ndarray]]) -> None:
+    def store(self, intent: Store, contents: PoolContents) -> None:
         failure = self.failures.get(intent.number)
-        for kind, (keys, of_kind) in enumerate(zip(intent.keys, payloads, strict=True)):
-            for key, payload in zip(keys, of_kind, strict=True):
+        for kind, (keys, of_kind) in enumerate(zip(intent.keys, contents, strict=True)):
+            for key, page in zip(keys, of_kind, strict=True):
                 if failure is None:
-                    self.values[kind, key] = payload.copy()
+                    self.values[kind, key] = page
         self._answer(intent.number, intent.keys, None, have=failure is None)
 
     def lookup(self, intent: Lookup) -> None:
@@ -42,23 +43,20 @@ class ScriptedLane:
 
     def fetch(self, intent: Fetch) -> None:
         less = -1 if intent.number in self.cut else None
-        payloads = OfEachPool(
-            *(
-                [self.values[kind, key][:less] if (kind, key) in self.values else None for key in keys]
-                for kind, keys in enumerate(intent.keys)
-            )
+        contents = OfEachPool(
+            *([self.values.get((kind, key)) for key in keys][:less] for kind, keys in enumerate(intent.keys))
         )
-        self._answer(intent.number, intent.keys, payloads, have=True)
+        self._answer(intent.number, intent.keys, contents, have=True)
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
         for held in list(self._held):
             if held.end.number == number:
                 self._held.remove(held)
-                nothing = OfEachPool(*([None] * len(each) for each in held.payloads or ((), (), ())))
+                nothing = OfEachPool(*([None] * len(each) for each in held.contents or ((), (), ())))
                 arrived = OfEachPool(*(np.zeros(len(each), np.bool_) for each in nothing))
                 end = TransferEnd(number=number, failure="cancelled", arrived=arrived)
-                self._done.append(LaneEnd(end=end, payloads=nothing))
+                self._done.append(LaneEnd(end=end, contents=nothing))
                 self._wake.set()
 
     def release(self) -> None:
@@ -84,7 +82,7 @@ class ScriptedLane:
         self,
         number: int,
         keys: PageKeys,
-        payloads: OfEachPool[Sequence[np.ndarray | None]] | None,
+        contents: OfEachPool[Sequence[PageArrays | None]] | None,
         *,
         have: bool,
     ) -> None:
@@ -95,7 +93,7 @@ class ScriptedLane:
             )
         )
         end = TransferEnd(number=number, failure=self.failures.get(number), arrived=arrived)
-        lane_end = LaneEnd(end=end, payloads=None if end.failure else payloads)
+        lane_end = LaneEnd(end=end, contents=None if end.failure else contents)
         if self.is_held:
             self._held.append(lane_end)
         else:

@@ -170,6 +170,9 @@ class ScriptedTiers:
     def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
         self.steps.append((prompt_tokens, decode_rows, seconds))
 
+    def note_copies(self, *, restored_bytes_per_s: float) -> None:
+        """Nothing is decided by it."""
+
     def in_flight_ids(self) -> PageIds:
         if not self.in_flight:
             return NO_IDS

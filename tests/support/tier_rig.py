@@ -235,10 +235,15 @@ class BrokenScatters:
         self.page = carrier.page
         self.page_bytes = carrier.page_bytes
         self.gather = carrier.gather
+        self.groups = carrier.groups
         self.to_host = carrier.to_host
         self.to_device = carrier.to_device
         self.to_bytes = carrier.to_bytes
         self.from_bytes = carrier.from_bytes
+
+    @property
+    def num_programs(self) -> int:
+        return self._carrier.num_programs
 
     def scatter(self, buffers: Any, pages: np.ndarray, contents: Sequence[PageArrays]) -> Any:
         if not self.num_broken:

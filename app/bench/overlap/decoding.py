@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from app.bench.overlap.plain_copies import PlainCopies
 from app.bench.overlap.recording import Event, hidden_share, idle_share
 from app.bench.overlap.rig import OverlapRig
 
+_ARMS = ("none", "backups", "floor")
 _WARM_UP_STEPS = 2  # of a window, which may see what the one before began
 
 
@@ -18,14 +20,14 @@ _WARM_UP_STEPS = 2  # of a window, which may see what the one before began
 class DecodeLoad:
     """rows decode all the while, from contexts of `context` tokens. prefixes, of prefix_tokens each: what moves.
 
-    windows, of window_steps each: with backups and without, in turn.
+    windows, of window_steps each, at least three: without backups, with them, with copies of a plain thread, in turn.
     """
 
     rows: int = 4
     context: int = 32
     prefixes: int = 6
     prefix_tokens: int = 512
-    windows: int = 16
+    windows: int = 24
     window_steps: int = 16
 
 
@@ -63,40 +65,52 @@ def restores_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> tuple[dict[str
 
 
 def backups_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> dict[str, Any]:
-    """Inter-token times of the same rows, in windows in which prefixes are copied out and in windows without."""
+    """Inter-token times of the same rows, in windows in turn: with nothing else, while prefixes are copied out, and
+    while a plain thread copies as many bytes, which is the floor.
+    """
     prefixes = _prefixes_on_device(rig, load)
     total = load.windows * (load.window_steps + _WARM_UP_STEPS)
     _start_decoding(rig, load, outputs=3 * total + 64)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    num_bytes = 0
+    times: dict[str, list[float]] = {arm: [] for arm in _ARMS}
+    num_bytes = num_steps = 0
+    plain = PlainCopies(rig.carrier.page_bytes)
     for window in range(load.windows):
-        backs_up = window % 2 == 1
+        arm = _ARMS[window % len(_ARMS)]
         before = rig.tiers.counters().backed_up_bytes
         for step in range(_WARM_UP_STEPS + load.window_steps):
-            if backs_up:
+            if arm == "backups":
                 rig.hit(prefixes[step % len(prefixes)])
                 if step % len(prefixes) == len(prefixes) - 1:
                     rig.empty_host()  # all of it is to be copied again
             began = time.perf_counter()
+            if arm == "floor":
+                plain.begin(num_bytes // max(num_steps, 1))
             rig.scheduler.step()
             if step >= _WARM_UP_STEPS:
-                times[backs_up].append(time.perf_counter() - began)
+                times[arm].append(time.perf_counter() - began)
         num_bytes += rig.tiers.counters().backed_up_bytes - before
+        num_steps += _WARM_UP_STEPS + load.window_steps if arm == "backups" else 0
         _until_settled(rig)
+    plain.close()
     rig.finish()
     rig.empty_device()
     rig.empty_host()
-    points = {q: [float(np.percentile(times[arm], q)) for arm in (True, False)] for q in (50, 99)}
+    points = {arm: [float(np.percentile(times[arm], q)) for q in (50, 99)] for arm in _ARMS}
+    (backups_50, backups_99), (floor_50, floor_99), (none_50, none_99) = (
+        points[arm] for arm in ("backups", "floor", "none")
+    )
     return {
-        "itl_ratio_p50": points[50][0] / points[50][1],
-        "itl_ratio_p99": points[99][0] / points[99][1],
+        "itl_ratio_p50": backups_50 / none_50,
+        "itl_ratio_p99": backups_99 / none_99,
+        "itl_floor_p50": floor_50 / none_50,
+        "itl_floor_p99": floor_99 / none_99,
         "itl_ms": {
-            "with_p50": 1e3 * points[50][0],
-            "without_p50": 1e3 * points[50][1],
-            "with_p99": 1e3 * points[99][0],
-            "without_p99": 1e3 * points[99][1],
+            "with_p50": 1e3 * backups_50,
+            "without_p50": 1e3 * none_50,
+            "with_p99": 1e3 * backups_99,
+            "without_p99": 1e3 * none_99,
         },
-        "backed_up_mb_per_s": num_bytes / 1e6 / sum(times[True]) if times[True] else 0.0,
+        "backed_up_mb_per_s": num_bytes / 1e6 / sum(times["backups"]),
     }
 
 

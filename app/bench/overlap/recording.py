@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from app.bench.timed import TimedRuntime
 from app.core.batch import PreparedBatch, StepHandle
-from app.core.transfers import Fetch, Lookup, OfEachPool, Store
+from app.core.transfers import Fetch, Lookup, Store
 from app.hicache.ports import LaneEnd, StorageLane
 from app.runtime.interface import RuntimeInterface
 from app.tpu.page_carrier import PoolContents
@@ -101,9 +99,9 @@ class RecordedLane:
         self.close = lane.close
         self.check_integrity = lane.check_integrity
 
-    def store(self, intent: Store, payloads: OfEachPool[Sequence[np.ndarray]]) -> None:
+    def store(self, intent: Store, contents: PoolContents) -> None:
         self._begun[intent.number] = time.monotonic()
-        self._lane.store(intent, payloads)
+        self._lane.store(intent, contents)
 
     def lookup(self, intent: Lookup) -> None:
         self._begun[intent.number] = time.monotonic()

@@ -21,19 +21,17 @@ from app.containers import Container
 from app.core.keys import RadixKey
 from app.core.sampling import SamplingParams
 from app.core.transfers import OfEachPool
-from app.providers.copy_rates import measure_copies
 from app.providers.testing import overridden
 from app.providers.tiers import mover
+from app.providers.warmup import warm_up
 from app.scheduler_adapter import SchedulerAdapter
 from app.scheduling.observer import Unobserved
 from app.scheduling.request import Request, RequestOutput
 from app.scheduling.scheduler import Scheduler
 from app.tpu.page_carrier import PageCarrier
-from app.tpu.page_carriers import GROUP_SIZES
 from app.tpu.tier_copies import DeviceCopies, TierCopies
 
 SETTLE_S = 60.0
-_COMPILED_PAGES = sum(GROUP_SIZES)
 MakeCopies = Callable[[OfEachPool[PageCarrier | None]], TierCopies]
 
 
@@ -50,7 +48,6 @@ class OverlapRig:
         carrier = container.page_carriers().pages
         assert carrier is not None  # every pool has full pages
         self.carrier: PageCarrier = carrier
-        self.device_pool = container.device_pool()
         self.scheduler = Scheduler(
             adapter=SchedulerAdapter(self.cache, args.max_running_requests),
             runtime=RecordedRuntime(container.runtime(), recorder),
@@ -142,8 +139,7 @@ def overlap_rig(
     try:
         with overridden(sized, fake=fake, model=model, tier_mover=recorded_mover) as container:
             rig = OverlapRig(container, recorder)
-            # So that the first copies are not slow for being compiled, and restores refused for it.
-            measure_copies(rig.device_pool, rig.carrier, _COMPILED_PAGES)
+            list(warm_up(container.runtime(), "copies", container.scheduler_limits(), rig.tiers))
             yield rig
     finally:
         recorder.close()

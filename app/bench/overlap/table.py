@@ -46,6 +46,8 @@ def format_overlap_bench(result: dict[str, Any]) -> str:
         f"{result['not_worth_restoring']} times computing was expected to be quicker",
         f"inter-token ms with backups and without: p50 {itl['with_p50']:.1f} / {itl['without_p50']:.1f}, "
         f"p99 {itl['with_p99']:.1f} / {itl['without_p99']:.1f}, at {result['backed_up_mb_per_s']:.0f} MB/s copied out",
+        f"  the floor, as many bytes copied by a plain thread, over none: p50 {result['itl_floor_p50']:.2f}, "
+        f"p99 {result['itl_floor_p99']:.2f}",
         f"copies of {result['copy_bytes'] / 1e6:.0f} MB, GB/s: "
         + ", ".join(f"{name.replace('_', ' ')} {rate:.2f}" for name, rate in result["copies_gb_per_s"].items()),
         f"against a bare put of the list of pages: {_shown(result['transfer_over_put_of_pages'])}",

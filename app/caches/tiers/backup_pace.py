@@ -1,14 +1,27 @@
-"""How much to back up beside a step, so that decoding stays as quick as it is without.
+"""How much to back up beside a step, so that decoding stays as quick as it is without, its slowest steps too.
 
 Additive increase, multiplicative decrease, as TCP paces itself (Chiu and Jain, 1989).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Collection
+from typing import NamedTuple
 
-TOLERATED = 1.05  # a decode step with backups under way, over one without
-_STEPS_OF_GROWTH = 16  # from nothing to all
+
+class Tolerance(NamedTuple):
+    """ratio: what `quantile` of decode steps may take with backups under way, over the same without."""
+
+    quantile: float
+    ratio: float
+
+
+TOLERATED = (Tolerance(0.5, 1.05), Tolerance(0.85, 1.10))
+_JUDGED = 8  # steps with backups under way, after which the pace changes
+_REMEMBERED = 64  # steps without
+_START_PART = 8  # of all, that it begins at
+_GROWTH_PART = 8  # of all, that a judgement adds
 _SMOOTHING = 0.2
 _PAUSE_AFTER = 64  # steps with backups under way, so that the time without them stays known
 _PAUSE_PLANS = 2
@@ -17,15 +30,16 @@ _PAUSE_PLANS = 2
 class BackupPace:
     """Bytes that a plan may begin to back up. Told of every step; knows time only from there.
 
-    Steps are compared with steps of about as many rows (the same power of two) and without prompt tokens.
+    Steps are compared with steps of about as many rows (the same power of two) and without prompt tokens. A few are
+    judged together, and each quantile has at least one step above it: so one slow step alone changes nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._step = max(most_bytes // _STEPS_OF_GROWTH, 1)
-        self._allowed = most_bytes
-        self._without_s: dict[int, float] = {}
-        self._with_s: dict[int, float] = {}
+        self._step = max(most_bytes // _GROWTH_PART, 1)
+        self._allowed = max(most_bytes // _START_PART, 1)
+        self._without_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._with_s: defaultdict[int, list[float]] = defaultdict(list)
         self._busy_steps: defaultdict[int, int] = defaultdict(int)
         self._pause_plans = 0
 
@@ -48,23 +62,31 @@ class BackupPace:
         rows = decode_rows.bit_length()
         if not is_copying:
             self._busy_steps[rows] = 0
-            self._without_s[rows] = smoothed(self._without_s.get(rows), seconds)
+            self._without_s[rows].append(seconds)
             return
         self._busy_steps[rows] += 1
         if self._busy_steps[rows] >= _PAUSE_AFTER:
             self._busy_steps[rows] = 0
             self._pause_plans = _PAUSE_PLANS
-        self._with_s[rows] = smoothed(self._with_s.get(rows), seconds)
-        without = self._without_s.get(rows)
-        if without is None:
+        judged, without = self._with_s[rows], self._without_s[rows]
+        judged.append(seconds)
+        if len(judged) < _JUDGED:
             return
-        if self._with_s[rows] > TOLERATED * without:
-            self._allowed = max(self._allowed // 2, 1)
-            self._with_s[rows] = without  # what was measured was at twice the pace
-        else:
-            self._allowed = min(self._allowed + self._step, self._most)
+        if without:
+            self._judge(judged, without)
+        judged.clear()
+
+    def _judge(self, steps: Collection[float], without: Collection[float]) -> None:
+        is_slow = any(_quantile(steps, at) > ratio * _quantile(without, at) for at, ratio in TOLERATED)
+        self._allowed = max(self._allowed // 2, 1) if is_slow else min(self._allowed + self._step, self._most)
 
 
 def smoothed(before: float | None, seen: float) -> float:
     """An exponential moving average; the first value seen is its start."""
     return seen if before is None else before + _SMOOTHING * (seen - before)
+
+
+def _quantile(values: Collection[float], quantile: float) -> float:
+    """The least of them that so large a part does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]

@@ -103,6 +103,10 @@ class CacheTiers(Protocol):
         """A step was read so many seconds after the one before, or after it was dispatched: how fast computing is."""
         ...
 
+    def note_copies(self, *, restored_bytes_per_s: float) -> None:
+        """How fast pages come back to the device when nothing else runs, as measured before there were requests."""
+        ...
+
     def in_flight_ids(self) -> PageIds:
         """Device pages into which restores are under way; nobody else's. For the ledger."""
         ...
@@ -175,6 +179,9 @@ class NoTiers:
         """Nothing was sent."""
 
     def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
+        """Nobody decides by it."""
+
+    def note_copies(self, *, restored_bytes_per_s: float) -> None:
         """Nobody decides by it."""
 
     def in_flight_ids(self) -> PageIds:

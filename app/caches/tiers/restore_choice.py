@@ -10,15 +10,18 @@ _TRY_AFTER = 32  # restores not taken in a row, so that a rate that was low once
 
 
 class Rates(NamedTuple):
-    """As measured; None before the first measurement."""
+    """As measured; None before the first measurement. Each is a mean of rates, not of times.
+
+    So one that took very long, as a step does for which a program is compiled, takes a fifth off it and no more.
+    """
 
     restored_bytes_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
-    step_s: float | None = None
+    steps_per_s: float | None = None
 
 
 class RestoreChoice:
-    """Optimistic until it has seen a restore and a prompt computed."""
+    """Optimistic until it knows the rates of a restore and of a prompt."""
 
     def __init__(self) -> None:
         self.rates = Rates()
@@ -26,10 +29,11 @@ class RestoreChoice:
 
     def is_worth(self, *, num_bytes: int, num_tokens: int) -> bool:
         """To move so many bytes, and be admitted one step later, rather than to compute so many tokens. O(1)."""
-        bytes_per_s, tokens_per_s, step_s = self.rates
+        bytes_per_s, tokens_per_s, steps_per_s = self.rates
         if bytes_per_s is None or tokens_per_s is None:
             return True
-        if num_bytes / bytes_per_s + (step_s or 0.0) < num_tokens / tokens_per_s:
+        step_s = 1.0 / steps_per_s if steps_per_s else 0.0
+        if num_bytes / bytes_per_s + step_s < num_tokens / tokens_per_s:
             self._refused = 0
             return True
         self._refused += 1
@@ -37,6 +41,10 @@ class RestoreChoice:
             return False
         self._refused = 0
         return True
+
+    def begin_at(self, restored_bytes_per_s: float) -> None:
+        """What was measured before there were requests; from there on, by what is seen."""
+        self.rates = self.rates._replace(restored_bytes_per_s=restored_bytes_per_s)
 
     def note_restore(self, *, num_bytes: int, seconds: float) -> None:
         """One landed."""
@@ -48,7 +56,7 @@ class RestoreChoice:
         """A step took so long and computed so many tokens of prompts."""
         if seconds <= 0:
             return
-        self.rates = self.rates._replace(step_s=smoothed(self.rates.step_s, seconds))
+        self.rates = self.rates._replace(steps_per_s=smoothed(self.rates.steps_per_s, 1.0 / seconds))
         if prompt_tokens:
             rate = smoothed(self.rates.prompt_tokens_per_s, prompt_tokens / seconds)
             self.rates = self.rates._replace(prompt_tokens_per_s=rate)

@@ -167,7 +167,8 @@ class Restores:
         assert restore.device_ids is not None
         if end.failure is None:
             self._land(restore, restore.span.filled(restore.device_ids))
-            self.choice.note_restore(num_bytes=end.num_bytes, seconds=end.seconds)
+            if not end.has_compiled:
+                self.choice.note_restore(num_bytes=end.num_bytes, seconds=end.seconds)
             self._tally.restored_bytes += end.num_bytes
             self._tally.restore_s += end.seconds
         else:

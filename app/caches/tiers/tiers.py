@@ -186,6 +186,9 @@ class Tiers:
             is_copying=self._backups.num_sent > 0,
         )
 
+    def note_copies(self, *, restored_bytes_per_s: float) -> None:
+        self._restores.choice.begin_at(restored_bytes_per_s)
+
     # -- storage at run time
 
     def attach_storage(self, seed: Callable[[Namespace], bytes]) -> None:

@@ -6,13 +6,24 @@ import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Protocol
 
 from app.errors import IntegrityError
 from app.hicache.storage.base import Buffer, Deadline, Got, Operation, PageKey
 from app.hicache.storage.value import ValueCodec
 
 Ticket = NewType("Ticket", int)
+
+
+class MadeLater(Protocol):
+    """Bytes that are made by the worker that wants them: `bytes(it)`. Their number is known."""
+
+    def __len__(self) -> int: ...
+
+    def __bytes__(self) -> bytes: ...
+
+
+Payload = Buffer | MadeLater
 
 
 class Arrival(NamedTuple):
@@ -41,7 +52,7 @@ class Chunk:
     ticket: Ticket
     first: int
     keys: Sequence[PageKey]
-    payloads: Sequence[Buffer]  # of a SET, the caller's until this chunk is settled
+    payloads: Sequence[Payload]  # of a SET, the caller's until this chunk is settled
     deadline: Deadline
     num_bytes: int
     arrived: Arrived

@@ -18,7 +18,6 @@ import structlog
 
 from app.errors import IntegrityError
 from app.hicache.storage.base import (
-    Buffer,
     Deadline,
     Got,
     HiCacheStorage,
@@ -29,7 +28,7 @@ from app.hicache.storage.base import (
     remaining_s,
 )
 from app.hicache.storage.breaker import CircuitBreaker
-from app.hicache.storage.chunks import Arrival, Arrived, Chunk, ChunkQueue, ChunkState, Ticket
+from app.hicache.storage.chunks import Arrival, Arrived, Chunk, ChunkQueue, ChunkState, Payload, Ticket
 from app.hicache.storage.counters import StorageCounters
 from app.hicache.storage.value import ValueCodec
 from app.hicache.storage.verbs import FAILURES, StorageVerbs
@@ -120,11 +119,11 @@ class StorageWorkers:
         self,
         codec: ValueCodec,
         keys: Sequence[PageKey],
-        payloads: Sequence[Buffer],
+        payloads: Sequence[Payload],
         arrived: Arrived,
         deadline: Deadline,
     ) -> Ticket:
-        """Write pages that `codec` is of, each (page bytes,) uint8 and contiguous.
+        """Write pages that `codec` is of, each (page bytes,) uint8 and contiguous, or made so by a worker.
 
         STORED, or PRESENT where there was a value already.
 
@@ -218,7 +217,7 @@ class StorageWorkers:
         self,
         operation: Operation,
         keys: Sequence[PageKey],
-        payloads: Sequence[Buffer],
+        payloads: Sequence[Payload],
         arrived: Arrived,
         deadline: Deadline,
         codec: ValueCodec | None = None,

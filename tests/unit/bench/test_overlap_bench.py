@@ -10,6 +10,7 @@ import pytest
 from app.bench.overlap import control, first_token
 from app.bench.overlap.decoding import DecodeLoad
 from app.bench.overlap.first_token import PrefixLengths
+from app.bench.overlap.plain_copies import PlainCopies
 from app.bench.overlap.recording import Event, hidden_share, idle_share, merged
 from app.bench.overlap.run import OverlapLoad, run_overlap_bench
 from app.bench.overlap.table import TARGETS, format_overlap_bench
@@ -21,7 +22,7 @@ from app.tpu.tier_copies import DeviceCopies
 
 LOAD = OverlapLoad(
     lengths=PrefixLengths(prefix=64, suffix=5),
-    decodes=DecodeLoad(rows=2, context=8, prefixes=2, prefix_tokens=64, windows=2, window_steps=4),
+    decodes=DecodeLoad(rows=2, context=8, prefixes=2, prefix_tokens=64, windows=3, window_steps=4),
     control=control.ControlLoad(conversations=3, turns=2, turn_tokens=16, outputs=4, running=2, rounds=1),
     rounds=1,
     pool_tokens=1024,
@@ -56,6 +57,7 @@ def test_each_figure_is_there_with_its_target() -> None:
     assert all(target.key in result for target in TARGETS)
     assert 0 <= result["restore_hidden_share"] <= 1
     assert 0 <= result["idle_share"] <= 1
+    assert min(result["itl_floor_p50"], result["itl_floor_p99"]) > 0
     assert 0 <= result["scheduler_cpu_share"] <= 1
     assert (result["hit_share"]["l1"], result["hit_share"]["l2"]) == (1.0, 1.0)
     assert 0 < result["hit_share"]["l3"] <= 1  # what was stored when the device and the host were emptied
@@ -64,6 +66,16 @@ def test_each_figure_is_there_with_its_target() -> None:
     assert set(result["us_a_step"]) == set(control.ARMS)
     assert "first token, host hit" in format_overlap_bench(result)
     assert all(f">{lane}</text>" in timeline for lane in ("compute", "to device", "to host", "storage"))
+
+
+def test_the_floor_is_copied_in_whole_pages_and_no_byte_is_forgotten() -> None:
+    plain = PlainCopies(page_bytes=10)
+    for _ in range(3):
+        plain.begin(15)
+    plain.close()
+
+    assert (plain._num_bytes, plain._num_pages) == (45, 4)
+    assert [int(each) for each in plain._host[:5, 0]] == [0, 0, 0, 0, 2]
 
 
 def test_a_tier_that_holds_nothing_is_told_as_misses() -> None:

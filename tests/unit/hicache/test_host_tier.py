@@ -323,7 +323,7 @@ def test_kinds_of_pages_travel_to_storage_under_keys_of_their_own() -> None:
         rig.check()
 
 
-def test_a_value_of_the_wrong_length_is_a_miss() -> None:
+def test_an_answer_with_too_few_pages_is_a_miss() -> None:
     with opened_tiers(lane=ScriptedLane()) as rig:
         stored(rig, 40, "a", "b")
         fetch = fetch_of(rig, "a", "b")
@@ -355,7 +355,7 @@ def test_lookups_and_failures_of_the_lane_are_told_as_they_are() -> None:
 class BrokenLane(ScriptedLane):
     """Raises whatever it is asked."""
 
-    def store(self, intent: Store, payloads: object) -> None:
+    def store(self, intent: Store, contents: object) -> None:
         raise ValueError("a bug of the lane's")
 
     def lookup(self, intent: Lookup) -> None:
@@ -411,7 +411,8 @@ def test_a_source_may_be_freed_once_the_plan_is_prepared() -> None:
         rig.until(restore.number, store.number)
 
         assert rig.device_values(prepared.transfers.restores[0])[0] == [40, 41]
-        assert rig.lane.values[0, keys("d").pages[0]].tolist() == rig.lane.values[0, keys("b").pages[0]].tolist()
+        one, other = (rig.lane.values[0, keys(name).pages[0]] for name in ("d", "b"))
+        assert [np.asarray(array).tolist() for array in one] == [np.asarray(array).tolist() for array in other]
         assert rig.host.num_free().pages == 2
         rig.check()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +34,13 @@ from app.hicache.storage.inspection import verified_values
 from app.hicache.storage.memory import MemoryStorage
 from app.hicache.storage.workers import WorkerLimits
 from app.hicache.storage_lane import WorkersLane
+from tests.support.byte_pages import BYTES
 from tests.support.storage import IDENTITY, key, soon
 
 PAGE_BYTES = OfEachPool(100, 60, 0)
 IDENTITIES = OfEachPool(IDENTITY, replace(IDENTITY, layout="window"), replace(IDENTITY, layout="states"))
 LIMIT_S = 60.0
-NO_PAYLOADS: OfEachPool[Sequence[np.ndarray]] = OfEachPool((), (), ())
+FORMS = OfEachPool(BYTES, BYTES, BYTES)
 
 
 def keys_of(*counts: int, first: int = 0) -> PageKeys:
@@ -52,9 +54,9 @@ def payload(kind: int, page_key: bytes, size: int) -> np.ndarray:
     return np.frombuffer(repeated[:size], np.uint8)
 
 
-def payloads_of(keys: PageKeys) -> OfEachPool[Sequence[np.ndarray]]:
+def contents_of(keys: PageKeys) -> OfEachPool[Any]:
     return OfEachPool(
-        *([payload(kind, each, PAGE_BYTES[kind]) for each in of_kind] for kind, of_kind in enumerate(keys))
+        *([(payload(kind, each, PAGE_BYTES[kind]),) for each in of_kind] for kind, of_kind in enumerate(keys))
     )
 
 
@@ -70,7 +72,7 @@ class Dispatcher:
 
     def store(self, number: int, keys: PageKeys) -> None:
         self.begun.add(number)
-        self.lane.store(Store(number=number, keys=keys, source=()), payloads_of(keys))  # type: ignore[arg-type]
+        self.lane.store(Store(number=number, keys=keys, source=()), contents_of(keys))  # type: ignore[arg-type]
 
     def lookup(self, number: int, keys: PageKeys, deadline_s: float = LIMIT_S) -> None:
         self.begun.add(number)
@@ -100,10 +102,10 @@ def at() -> Iterator[Callable[..., Dispatcher]]:
     """Opens lanes over a storage. After the test each is closed, and every number that was begun has ended once."""
     opened: list[Dispatcher] = []
 
-    def opening(storage: HiCacheStorage | None = None, **limits: object) -> Dispatcher:
+    def opening(storage: HiCacheStorage | None = None, forms: Any = FORMS, **limits: object) -> Dispatcher:
         small = {"concurrency": 2, "pages_per_call": 2, "keys_per_call": 2, "backoff_s": 0.001}
         chosen = WorkerLimits(**{**small, **limits})  # type: ignore[arg-type]
-        lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, limits=chosen)
+        lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, forms=forms, limits=chosen)
         if storage is not None:
             lane.attach(storage)
         opened.append(Dispatcher(lane))
@@ -122,6 +124,13 @@ def at() -> Iterator[Callable[..., Dispatcher]]:
 @pytest.fixture
 def memory() -> MemoryStorage:
     return MemoryStorage(2**20)
+
+
+def until_stored(memory: MemoryStorage, count: int) -> None:
+    time_limit = time.monotonic() + LIMIT_S
+    while memory.usage().num_values < count:
+        assert time.monotonic() < time_limit
+        time.sleep(0.001)
 
 
 def flags(end: LaneEnd) -> list[list[bool]]:
@@ -149,9 +158,11 @@ def test_three_kinds_of_pages_of_the_same_hashes_are_three_values(
     assert mine.end(2).end.failure is None
     fetched = mine.end(3)
     assert (fetched.end.failure, fetched.end.num_bytes) == (None, 5 * 100 + 3 * 60)
-    assert fetched.payloads is not None
-    for mine_back, stored in zip(fetched.payloads, payloads_of(keys), strict=True):
-        assert [None if each is None else each.tolist() for each in mine_back] == [each.tolist() for each in stored]
+    assert fetched.contents is not None
+    for mine_back, stored in zip(fetched.contents, contents_of(keys), strict=True):
+        assert [None if each is None else each[0].tolist() for each in mine_back] == [
+            each[0].tolist() for each in stored
+        ]
     assert fetched.end.seconds > 0
 
 
@@ -165,8 +176,8 @@ def test_what_is_missing_is_told_key_by_key(at: Callable[..., Dispatcher], memor
     end = mine.end(2)
     assert flags(end) == [[True, True, False], [False], []]
     assert end.end.failure == "absent"
-    assert end.payloads is not None
-    assert [each is None for each in end.payloads.pages] == [False, False, True]
+    assert end.contents is not None
+    assert [each is None for each in end.contents.pages] == [False, False, True]
 
 
 def test_what_is_there_already_counts_as_stored(at: Callable[..., Dispatcher], memory: MemoryStorage) -> None:
@@ -190,7 +201,7 @@ def test_a_transfer_of_nothing_ends_at_once(at: Callable[..., Dispatcher], memor
 
 
 def test_a_model_without_windows_has_no_such_keys(memory: MemoryStorage) -> None:
-    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=OfEachPool(IDENTITY, None, None))
+    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=OfEachPool(IDENTITY, None, None), forms=FORMS)
     lane.attach(memory)
 
     with pytest.raises(ValueError, match="no window_pages"):
@@ -201,16 +212,82 @@ def test_a_model_without_windows_has_no_such_keys(memory: MemoryStorage) -> None
     assert lane.take_ends() == []
 
 
-def test_payloads_of_another_length_are_refused_before_anything_begins(
+def test_more_keys_than_pages_are_refused_before_anything_begins(
     at: Callable[..., Dispatcher], memory: MemoryStorage
 ) -> None:
     mine = at(memory)
-    short = OfEachPool([np.zeros(100, np.uint8), np.zeros(99, np.uint8)], [], [])
 
-    with pytest.raises(ValueError, match="100 bytes"):
-        mine.lane.store(Store(number=1, keys=keys_of(2, 0, 0), source=()), short)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 keys"):
+        mine.lane.store(Store(number=1, keys=keys_of(2, 0, 0), source=()), contents_of(keys_of(1, 0, 0)))  # type: ignore[arg-type]
 
     assert memory.usage().num_values == 0
+
+
+def test_a_page_that_has_no_right_bytes_is_not_stored_and_costs_no_other(
+    at: Callable[..., Dispatcher], memory: MemoryStorage
+) -> None:
+    mine = at(memory, pages_per_call=1)
+    contents = contents_of(keys_of(2, 0, 0))._replace(pages=[(np.zeros(100, np.uint8),), (np.zeros(99, np.uint8),)])
+    mine.begun.add(1)
+
+    mine.lane.store(Store(number=1, keys=keys_of(2, 0, 0), source=()), contents)  # type: ignore[arg-type]
+
+    assert (mine.end(1).end.failure, flags(mine.end(1))[0]) == ("fault", [True, False])
+    assert memory.usage().num_values == 1
+
+
+def test_a_page_that_cannot_be_made_of_its_bytes_is_a_miss(
+    at: Callable[..., Dispatcher], memory: MemoryStorage
+) -> None:
+    at(memory).store(1, keys_of(3, 1, 0))
+    made: list[int] = []
+
+    class Refusing:
+        to_bytes = staticmethod(BYTES.to_bytes)
+
+        def from_bytes(self, payload: np.ndarray) -> Any:
+            made.append(payload.size)
+            if len(made) == 2:
+                raise MemoryError("no host memory")
+            return BYTES.from_bytes(payload)
+
+    mine = at(memory, forms=OfEachPool(Refusing(), BYTES, BYTES), concurrency=1)
+    until_stored(memory, 4)
+
+    mine.fetch(1, keys_of(3, 1, 0))
+
+    end = mine.end(1)
+    assert (end.end.failure, flags(end)) == ("fault", [[True, False, True], [True], []])
+    assert end.end.num_bytes == 2 * 100 + 60
+    assert end.contents is not None
+    assert [each is None for each in end.contents.pages] == [False, True, False]
+
+
+def test_pages_become_bytes_and_bytes_pages_in_threads_of_the_storage(
+    at: Callable[..., Dispatcher], memory: MemoryStorage
+) -> None:
+    threads: set[str] = set()
+
+    class Noting:
+        def to_bytes(self, content: Any) -> np.ndarray:
+            threads.add(threading.current_thread().name)
+            return BYTES.to_bytes(content)
+
+        def from_bytes(self, payload: np.ndarray) -> Any:
+            threads.add(threading.current_thread().name)
+            return BYTES.from_bytes(payload)
+
+    mine = at(memory, forms=OfEachPool(Noting(), Noting(), Noting()))
+    mine.store(1, keys_of(3, 1, 0))
+    assert mine.end(1).end.failure is None
+    stored_by = set(threads)
+    threads.clear()
+    mine.fetch(2, keys_of(3, 1, 0))
+    assert mine.end(2).end.failure is None
+
+    for names in (stored_by, threads):
+        assert names
+        assert all(name.startswith("storage-") for name in names)
 
 
 def test_a_number_is_used_once(at: Callable[..., Dispatcher], memory: MemoryStorage) -> None:
@@ -246,16 +323,13 @@ def test_a_value_that_is_no_good_is_a_miss(
 ) -> None:
     at(memory).store(1, keys_of(1, 0, 0))
     mine = at(spoilt(memory))
-    time_limit = time.monotonic() + LIMIT_S
-    while not memory.usage().num_values:
-        assert time.monotonic() < time_limit
-        time.sleep(0.001)
+    until_stored(memory, 1)
 
     mine.fetch(1, keys_of(1, 0, 0))
 
     end = mine.end(1)
     assert (end.end.failure, flags(end)) == (failure, [[False], [], []])
-    assert end.payloads == OfEachPool([None], [], [])
+    assert end.contents == OfEachPool([None], [], [])
 
 
 def test_a_window_page_in_the_place_of_a_full_page_is_not_taken_for_it(
@@ -298,7 +372,7 @@ def test_a_storage_that_never_answers_makes_everything_late(
 
 def test_a_store_that_is_never_answered_is_given_up(memory: MemoryStorage) -> None:
     silent = SilentStorage(memory)
-    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, store_deadline_s=0.05)
+    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, forms=FORMS, store_deadline_s=0.05)
     lane.attach(silent)
     mine = Dispatcher(lane)
 
@@ -365,7 +439,7 @@ def test_a_burst_of_stores_is_bounded_and_the_rest_is_told(
 
 def test_closing_while_the_storage_hangs_is_bounded(memory: MemoryStorage) -> None:
     silent = SilentStorage(memory)
-    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, limits=WorkerLimits(concurrency=1))
+    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, forms=FORMS, limits=WorkerLimits(concurrency=1))
     lane.attach(silent)
     mine = Dispatcher(lane)
     mine.store(1, keys_of(1, 0, 0))
@@ -393,7 +467,7 @@ def test_without_a_storage_everything_ends_at_once(at: Callable[..., Dispatcher]
 
     assert {each.end.failure for each in mine.ends.values()} == {"detached"}
     assert flags(mine.end(3)) == [[False] * 2, [False], [False]]
-    assert mine.end(3).payloads == OfEachPool([None] * 2, [None], [None])
+    assert mine.end(3).contents == OfEachPool([None] * 2, [None], [None])
     assert not mine.lane.is_attached
     assert mine.lane.load() is None
     with pytest.raises(ConfigError, match="attach"):
@@ -462,11 +536,11 @@ def test_storages_come_go_and_are_cleared_by_another_thread_while_transfers_are_
             mine.lane.check_integrity()
         for number in range(900):
             end = mine.end(number)
-            if end.payloads is not None:
-                wanted = payloads_of(keys_of(3, 2, 1, first=(number - 2) % 7))
-                for of_kind, right in zip(end.payloads, wanted, strict=True):
+            if end.contents is not None:
+                wanted = contents_of(keys_of(3, 2, 1, first=(number - 2) % 7))
+                for of_kind, right in zip(end.contents, wanted, strict=True):
                     for got, page in zip(of_kind, right, strict=True):
-                        assert got is None or np.array_equal(got, page)
+                        assert got is None or np.array_equal(got[0], page[0])
     finally:
         over.set()
         admin.join(LIMIT_S)
@@ -489,7 +563,7 @@ def test_an_end_that_is_there_already_wakes_who_comes_later(
 
 
 def test_the_offline_check_accepts_all_three_kinds_and_names_another_identity(tmp_path: Path) -> None:
-    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES)
+    lane = WorkersLane(page_bytes=PAGE_BYTES, identities=IDENTITIES, forms=FORMS)
     lane.attach(FileStorage(tmp_path, 10**6))
     mine = Dispatcher(lane)
     mine.store(1, keys_of(2, 2, 2))

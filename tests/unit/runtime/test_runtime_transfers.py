@@ -14,8 +14,11 @@ from app.core.handles import CacheExtentRef
 from app.core.transfers import Fetch, Lookup, PageIds, PageKeys, TransferPlan
 from app.errors import ConfigError, OutOfPagesError
 from app.providers.testing import failing_runner
+from app.runtime.dispatch import StepDispatcher
 from app.tpu.failing_runner import InjectedFailure
+from app.tpu.page_carriers import ArraysCarrier
 from app.tpu.slow_copies import SlowCopies
+from app.tpu.tier_copies import DeviceCopies
 from tests.support.engine import cold_tokens
 from tests.support.runtime import GREEDY, RuntimeRig, opened_runtime
 from tests.support.scripted_lane import ScriptedLane
@@ -73,6 +76,31 @@ def test_a_backup_of_pages_that_the_same_plan_gives_to_another_row_holds_what_th
         _, completion = rig.run(rig.prompt_plan(PROMPT[:9], prefix=back.pages[:2]))
         assert completion.token_ids.tolist() == cold_tokens(PROMPT[:9], 1)
         rig.check()
+
+
+def test_a_backup_is_gathered_before_its_step_is_dispatched_and_copied_after_it(mocker: Any) -> None:
+    events: list[str] = []
+
+    def noting(owner: Any, verb: str) -> None:
+        called = getattr(owner, verb)
+
+        def note(*args: Any, **named: Any) -> Any:
+            events.append(verb)
+            return called(*args, **named)
+
+        mocker.patch.object(owner, verb, note)
+
+    with opened_tiers() as rig:
+        source = computed(rig)
+        backup = rig.backup(source)
+        for owner, verb in ((ArraysCarrier, "gather"), (StepDispatcher, "run"), (DeviceCopies, "to_host")):
+            noting(owner, verb)
+        _, completion = rig.run(with_transfers(rig, rig.prompt_plan(OTHER), backups=(backup,)))
+        rig.note(completion)
+        rig.until(backup.number)
+
+        assert events[:3] == ["gather", "run", "to_host"]
+        assert events.count("to_host") == 1
 
 
 @pytest.mark.parametrize("polls", [0, 5])

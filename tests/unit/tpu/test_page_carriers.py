@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -181,3 +183,26 @@ def test_a_running_state_is_no_snapshot() -> None:
     buffers = paged.pool.take()
     with pytest.raises(ForeignPageError):
         paged.carriers.states.gather(buffers, np.array([NUM_SNAPSHOTS + 1], np.int32))
+
+
+def test_pages_become_bytes_and_bytes_pages_in_other_threads_while_this_one_dispatches() -> None:
+    paged = plain(page_size=16)
+    paged.fill(1)
+    (carrier, *_), ids = paged.carriers, np.arange(1, 1 + NUM_PAGES, dtype=np.int32)
+    assert carrier is not None
+    buffers = paged.pool.take()
+    on_host = jax.block_until_ready(carrier.to_host(carrier.gather(buffers, ids)))
+    expected = [np.asarray(page[0]).tobytes() for page in on_host]
+
+    def there_and_back(number: int) -> bytes:
+        page = on_host[number % len(on_host)]
+        for _ in range(20):
+            page = carrier.from_bytes(carrier.to_bytes(page))
+        assert [array.sharding for array in page] == [array.sharding for array in on_host[0]]
+        return carrier.to_bytes(page).tobytes()
+
+    with ThreadPoolExecutor(4) as threads:
+        made = threads.map(there_and_back, range(64))
+        for _ in range(20):
+            jax.block_until_ready(carrier.gather(buffers, ids))
+        assert list(made) == [expected[number % len(expected)] for number in range(64)]
