@@ -95,16 +95,18 @@ class ComponentReplay(TraceReplay):
         pages, window = found.pages, found.window_pages
         chunk_ends = range((found.num_tokens // CHUNK_TOKENS + 1) * CHUNK_TOKENS, prompt.size, CHUNK_TOKENS)
         for end in (*chunk_ends, settled.size):
-            num_pages = end // page_size
+            num_pages, shared = end // page_size, pages.size
             pages = np.concatenate([pages, self._take(self.allocator, num_pages - pages.size, cache.evict)])
             window = np.concatenate([window, self._take(self._windows, num_pages - window.size, cache.evict_window)])
             state = self._take(self._snapshots, 1, cache.evict_states)
-            insert = partial(cache.insert, key.head(num_pages * page_size), pages, window, int(state.sum()))
+            snapshot = int(state[0]) if state.size else 0
+            insert = partial(cache.insert, key.head(num_pages * page_size), pages, window, snapshot)
             published = self._timed("insert", insert)
             longer = self._timed("lock", partial(cache.lock, published))
             self._timed("unlock", partial(cache.unlock, receipt))
             receipt = longer
-            pages, window = self._settle(published, pages, window, state)
+            self._free_duplicates(published, pages[shared:], window[shared:], state)
+            pages, window = published.pages, self._in_reach(published)
         tail = self._take(self.allocator, -(-settled.size // page_size) - pages.size, cache.evict)
         port.free(tail)
         self._timed("unlock", lambda: cache.unlock(receipt))
@@ -121,18 +123,26 @@ class ComponentReplay(TraceReplay):
             self._timed(evict.__name__, lambda: evict(shortfall))
         return reserve(allocator, count)
 
-    def _settle(
+    def _free_duplicates(
         self, published: InsertResult, pages: np.ndarray, window: np.ndarray, state: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Free what the cache had already. -> the cache's own pages, and those of its windows still needed."""
-        self.allocator.port.free(pages[pages != published.pages])
-        kept = published.window_pages.copy()
+    ) -> None:
+        """Of what was taken since the last publication, free what the cache had already."""
+        self.allocator.port.free(_others(pages, published.pages))
         if self._windows is not None:
-            self._windows.port.free(window[(window != kept) & (window != 0)])
-            kept[: first_needed_page(published.num_tokens, WINDOW_TOKENS, self.cache.page_size)] = 0
+            self._windows.port.free(_others(window, published.window_pages))
         if self._snapshots is not None and not published.state_adopted:
             self._snapshots.port.free(state)
-        return published.pages, kept
+
+    def _in_reach(self, published: InsertResult) -> np.ndarray:
+        """The cache's window pages of what is published, 0 for those that the request's window has passed."""
+        window = published.window_pages.copy()
+        window[: first_needed_page(published.num_tokens, WINDOW_TOKENS, self.cache.page_size)] = 0
+        return window
+
+
+def _others(pages: np.ndarray, cached: np.ndarray) -> np.ndarray:
+    """Those of the last pages of a prefix that are not the cache's."""
+    return pages[pages != cached[cached.size - pages.size :]]
 
 
 def _pool(num_pages: int, page_size: int, *, wanted: bool) -> PagedTokenToKVPoolAllocator | None:

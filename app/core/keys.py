@@ -86,13 +86,14 @@ class RadixKey:
     """Tokens within a namespace, held as the bytes of one int32 buffer so that comparing an edge is one memcmp.
 
     `raw` is 4 bytes a token, in native order. Build it once per request and pass it on; cutting is `head`.
+    `uncut` begins with `raw`: a head shares the bytes of its key, and copies them only for whom asks for `raw`.
     `priority` is the request's, lower is more urgent: it changes no match, only how long what it used is kept.
     """
 
-    __slots__ = ("namespace", "num_tokens", "priority", "raw")
+    __slots__ = ("namespace", "num_tokens", "priority", "uncut")
 
     def __init__(self, raw: bytes, namespace: Namespace = DEFAULT_NAMESPACE, priority: int = 0) -> None:
-        self.raw = raw
+        self.uncut = raw
         self.priority = priority
         self.num_tokens = len(raw) // TOKEN_BYTES
         self.namespace = namespace
@@ -104,13 +105,23 @@ class RadixKey:
             raise TypeError(f"token_ids must be int32, not {token_ids.dtype}")
         return cls(token_ids.tobytes(), namespace, priority)
 
+    @property
+    def raw(self) -> bytes:
+        """The bytes of these tokens and no others. O(num_tokens) for a head."""
+        num_bytes = self.num_tokens * TOKEN_BYTES
+        if len(self.uncut) != num_bytes:
+            self.uncut = self.uncut[:num_bytes]
+        return self.uncut
+
     def tokens(self) -> np.ndarray:
         """(num_tokens,) int32, read-only view."""
-        return np.frombuffer(self.raw, np.int32)
+        return np.frombuffer(self.uncut, np.int32, self.num_tokens)
 
     def head(self, num_tokens: int) -> RadixKey:
-        """The key of the first `num_tokens` tokens."""
-        return RadixKey(self.raw[: num_tokens * TOKEN_BYTES], self.namespace, self.priority)
+        """The key of the first `num_tokens` tokens, or of all. O(1)."""
+        head = RadixKey(self.uncut, self.namespace, self.priority)
+        head.num_tokens = min(num_tokens, self.num_tokens)
+        return head
 
     def __len__(self) -> int:
         return self.num_tokens

@@ -60,6 +60,13 @@ class _PageBook:
         self.num_recorded = 0
         self.recorded: list[np.ndarray] = []
 
+    def is_first_recorded(self, pages: np.ndarray) -> bool:
+        """Whether `recorded` begins with these pages: as a rule it is the very array that was given out, sealed."""
+        if not self.recorded:
+            return False
+        first = self.recorded[0]
+        return first is pages or np.array_equal(first, pages)
+
     def free_page_ids(self) -> np.ndarray:
         return self.stack[self.capacity - self.num_free :].copy()
 
@@ -213,7 +220,7 @@ class PagedTokenToKVPoolAllocator:
         if pages.size == 0:
             return
         book = self._book
-        if book.recorded and np.array_equal(book.recorded[0], pages):
+        if book.is_first_recorded(pages):
             del book.recorded[0]
         else:
             self._unrecord(pages)
@@ -223,8 +230,7 @@ class PagedTokenToKVPoolAllocator:
     def check_recorded(self, pages: np.ndarray) -> None:
         """Raise as `apply_frees` would, unless every page, (n,) int32, is recorded as freed. O(n) for the latest."""
         _require_int32(pages)
-        recorded = self._book.recorded
-        if pages.size and not (recorded and np.array_equal(recorded[0], pages)):
+        if pages.size and not self._book.is_first_recorded(pages):
             self._refuse_unrecorded(pages)
 
     def check_held(self, pages: np.ndarray) -> None:

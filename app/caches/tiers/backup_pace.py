@@ -25,6 +25,7 @@ _GROWTH_PART = 8  # of all, that a judgement adds
 _SMOOTHING = 0.2
 _PAUSE_AFTER = 64  # steps with backups under way, so that the time without them stays known
 _PAUSE_PLANS = 2
+_PIECE_PAGES = 8  # a copy of one page costs control nearly as much as one of eight
 
 
 class BackupPace:
@@ -32,12 +33,17 @@ class BackupPace:
 
     Steps are compared with steps of about as many rows (the same power of two) and without prompt tokens. A few are
     judged together, and each quantile has at least one step above it: so one slow step alone changes nothing.
+
+    What is less than eight pages is saved up until it is as many. It never falls below one page a plan.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, page_bytes: int) -> None:
         self._most = most_bytes
+        self._least = min(page_bytes, most_bytes)
+        self._piece = min(_PIECE_PAGES * page_bytes, most_bytes)
+        self._saved = 0
         self._step = max(most_bytes // _GROWTH_PART, 1)
-        self._allowed = max(most_bytes // _START_PART, 1)
+        self._allowed = max(most_bytes // _START_PART, self._least)
         self._without_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._with_s: defaultdict[int, list[float]] = defaultdict(list)
         self._busy_steps: defaultdict[int, int] = defaultdict(int)
@@ -53,7 +59,15 @@ class BackupPace:
         if self._pause_plans:
             self._pause_plans -= 1
             return 0
-        return self._allowed
+        self._saved += self._allowed
+        if self._saved < self._piece:
+            return 0
+        given, self._saved = self._saved, 0
+        return given
+
+    def lift(self) -> None:
+        """Nobody decodes beside the next plan: it may begin all there is room for."""
+        self._saved, self._pause_plans = self._most, 0
 
     def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float, is_copying: bool) -> None:
         """A step took so long; is_copying: backups were under way meanwhile."""
@@ -78,7 +92,7 @@ class BackupPace:
 
     def _judge(self, steps: Collection[float], without: Collection[float]) -> None:
         is_slow = any(_quantile(steps, at) > ratio * _quantile(without, at) for at, ratio in TOLERATED)
-        self._allowed = max(self._allowed // 2, 1) if is_slow else min(self._allowed + self._step, self._most)
+        self._allowed = max(self._allowed // 2, self._least) if is_slow else min(self._allowed + self._step, self._most)
 
 
 def smoothed(before: float | None, seen: float) -> float:

@@ -11,16 +11,17 @@ leaves is read at once, for its pages are freed by the very plan that copies the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 
 import numpy as np
 
 from app.caches.base import InsertResult, LockReceipt, MatchResult
 from app.caches.component_cache import ComponentCache
 from app.caches.tiers.backup_pace import BackupPace
+from app.caches.tiers.branches import Branches
 from app.caches.tiers.coming import lack
 from app.caches.tiers.counters import TierTally
 from app.caches.tiers.host_cache import HostCache
@@ -75,7 +76,7 @@ class Backups:
         numbers: Iterator[int],
         tally: TierTally,
     ) -> None:
-        self.pace = BackupPace(limits.staging_bytes)
+        self.pace = BackupPace(limits.staging_bytes, limits.num_bytes(PageCounts(1, 1)))
         self.bytes_in_flight = 0
         self._device = device
         self._host = host
@@ -89,7 +90,9 @@ class Backups:
         self._last_offer: RadixKey | None = None
         self._leaving: list[Leaving] = []
         self._leaving_pages = 0
-        self._covered: set[TreeNode] = set()  # their pages are in what is leaving, or on the host
+        self._let_go: list[RadixKey] = []  # keys of which the device keeps less than it had
+        self._covered: set[TreeNode] = set()  # their pages are in what is leaving, on the host, or given up
+        self._branches = Branches(needs.page_size)
         self._drafted: list[tuple[BackupUnderWay, Leaving | None]] = []
         self._sent: dict[int, BackupUnderWay] = {}
 
@@ -117,12 +120,14 @@ class Backups:
 
     def leaving(self, node: TreeNode) -> None:
         """O(tokens of its path), once for each leaf that goes; O(1) for what goes with it."""
+        self._branches.left(node)
         if node.uses < self._min_hits or (self._needs.is_plain and node in self._covered):
             return
         if self._limits.num_bytes(PageCounts(self._leaving_pages)) > self._limits.staging_bytes:
             self._tally.backup_drops["staging_full"] += 1
             return
         key = key_of_node(node)
+        self._let_go.append(key)
         num_pages = key.num_tokens // self._needs.page_size
         lacking = lack(
             self._host,
@@ -132,11 +137,9 @@ class Backups:
             num_pages,
             partial(self._device.span_to, node),
         )
-        if self._needs.is_plain:
-            for above in upwards_from(node):
-                if above in self._covered:
-                    break
-                self._covered.add(above)
+        if self._needs.is_plain and not self._is_worth(node, lacking):
+            self._tally.backup_drops["not_worth"] += 1
+            return
         part = None if lacking is None else self._longest(lacking, num_pages, self._limits.staging_bytes)
         if part is None:
             self._host.refresh(key)
@@ -149,9 +152,14 @@ class Backups:
     def draft(self, *, restoring_bytes: int) -> tuple[Backup, ...]:
         """What the next plan begins. While restores are under way, only what would be lost otherwise."""
         self.refused()  # of a plan that was never sent
+        if not (self._offers or self._leaving or self._let_go):
+            return ()
         self._covered.clear()
         self._leaving_pages = 0
         room = self._limits.staging_bytes - self.bytes_in_flight - restoring_bytes
+        for key in self._let_go:
+            self._host.spare(key, self._device.num_present(key) if self._needs.is_plain else 0)
+        self._let_go.clear()
         leaving, self._leaving = self._leaving, []
         # All of their parents first: making room for one must not evict those of another.
         locked = [(each, self._lock_parents(each.key, each.span)) for each in leaving]
@@ -188,8 +196,9 @@ class Backups:
         landed = None
         if end.failure is None:
             adopted = self._host.insert(begun.key, begun.span.filled(begun.ids()))
-            if not begun.is_leaving and self._device.num_present(begun.key) == begun.span.end:
-                self._host.spare(begun.key)
+            there = self._device.num_present(begun.key)
+            if self._needs.is_plain or (there == begun.span.end and not begun.is_leaving):
+                self._host.spare(begun.key, there)
             if adopted.num_pages:
                 landed = begun.key, adopted
             else:
@@ -212,6 +221,8 @@ class Backups:
         """Nothing that waits is wanted any more, or means anything."""
         self._offers.clear()
         self._leaving.clear()
+        self._let_go.clear()
+        self._branches.forget()
         self._covered.clear()
         self._leaving_pages = 0
         self._last_offer = None
@@ -240,6 +251,17 @@ class Backups:
         """Offers that continue `key`, which could not be copied: or they were tried again, and fail, plan by plan."""
         kept = [each for each in self._offers if each.namespace != key.namespace or not each.raw.startswith(key.raw)]
         self._offers = deque(kept)
+
+    def _is_worth(self, node: TreeNode, lacking: Lack | None) -> bool:
+        """And nothing above has to be asked for again, while the same plan is made."""
+        gone: Iterable[TreeNode] = upwards_from(node)
+        is_worth = True
+        if lacking is not None:
+            branch = self._branches.branch(node)
+            is_worth = self._branches.has_to_go(branch, lacking.present)
+            gone = gone if is_worth else branch
+        self._covered.update(takewhile(lambda each: each not in self._covered, gone))
+        return is_worth
 
     def _under_way(self) -> Iterator[BackupUnderWay]:
         yield from self._sent.values()
@@ -330,4 +352,6 @@ class Backups:
         self._drafted.clear()
 
     def _bytes(self, span: Span) -> int:
+        if self._needs.is_plain:
+            return span.num_pages * self._limits.page_bytes.pages
         return self._limits.num_bytes(span.counts())

@@ -19,6 +19,8 @@ from app.core.keys import RadixKey
 from app.core.ports import TokenAllocator
 from app.core.transfers import OfEachPool, PageCounts, PageIds
 
+_NOTHING = PageCounts()
+
 
 class _Allocators(NamedTuple):
     pages: TokenAllocator
@@ -34,7 +36,7 @@ class HostCache:
         self._tree = tree
         self._needs = needs
         self._allocators = _Allocators(tree.token_allocator, tree.window_allocator, tree.state_allocator)
-        self._promised = PageCounts()
+        self._promised = _NOTHING
 
     @property
     def identity(self) -> CacheIdentity:
@@ -71,9 +73,13 @@ class HostCache:
         """That prefix counts as just used."""
         self._tree.refresh(key)
 
-    def spare(self, key: RadixKey) -> None:
-        """The device has that prefix too: its host pages are the first to be reclaimed, until it is used again."""
-        self._tree.spare(key)
+    def spare(self, key: RadixKey, num_pages: int) -> None:
+        """Of that prefix the device has the first `num_pages` pages too, and no more: these are reclaimed first."""
+        self._tree.spare(key, num_pages)
+
+    def nothing_spare(self) -> None:
+        """The device has lost everything."""
+        self._tree.nothing_spare()
 
     def drop(self, key: RadixKey) -> None:
         """Let go of the unlocked end of that path, as far as no longer prefix needs it."""
@@ -171,7 +177,7 @@ class HostCache:
 
     def end_plan(self) -> None:
         """The plan for which room was promised was prepared, or was not: what is handed out shows in `available`."""
-        self._promised = PageCounts()
+        self._promised = _NOTHING
 
     def flush(self) -> None:
         """Evict everything that is not locked."""

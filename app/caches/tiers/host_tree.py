@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from app.caches.tree.node import TreeNode
 from app.caches.tree.reading import end_of, last_on_path, upwards_from
 from app.core.keys import Namespace, RadixKey
 
+_LOOKED_AT = 32  # spare nodes, when room is made
+_BELOW = 64  # nodes that may go with a spare one
+
 
 class HostTree(ComponentCache):
     """A tree over the host pools. What it has and the device has too, by its owner's word, is *spare*: it goes first.
@@ -23,52 +27,110 @@ class HostTree(ComponentCache):
 
     def __init__(self, deps: CacheDeps, seed: Callable[[Namespace], bytes]) -> None:
         super().__init__(deps, seed=seed)
-        self._spare: dict[TreeNode, None] = {}  # in the order in which they go; perhaps some that are gone
+        self._spare: OrderedDict[TreeNode, None] = OrderedDict()  # the next to go first; perhaps some that are gone
 
     def refresh(self, key: RadixKey) -> InsertResult:
-        """The longest usable prefix of `key` that is here, whole, as just used and no longer spare. O(len(key))."""
+        """The longest usable prefix of `key` that is here, whole, as just used. O(len(key))."""
         num_pages = self.num_present(key)
         if not num_pages:
             return NOTHING_PUBLISHED
         none = np.zeros(num_pages, np.int32)
-        found = self.insert(key.head(num_pages * self.page_size), none, none)
-        for node in upwards_from(found.node):
-            self._spare.pop(node, None)
-        return found
+        return self.insert(key.head(num_pages * self.page_size), none, none)
 
     def hold(self, key: RadixKey) -> LockReceipt:
-        """Keep the full pages of `key` that are here, usable or not, as just used. Give the receipt to `unlock`."""
-        found = self.refresh(key)
+        """Keep the full pages of `key` that are here, usable or not. Give the receipt to `unlock`. O(len(key))."""
         tree = self._tree()
-        return tree.hold(last_on_path(tree, key) if self._pools else found.node)
+        return tree.hold(last_on_path(tree, key))
 
-    def spare(self, key: RadixKey) -> None:
-        """All of `key`, if it is here and ends where a node ends, is in the tier above as well. O(len(key))."""
-        for node in upwards_from(end_of(self._tree(), key)):
-            self._spare[node] = None
+    def spare(self, key: RadixKey, num_pages: int) -> None:
+        """The nodes of the path of `key` that end within its first `num_pages` pages are spare now, the rest is not.
+
+        O(len(key)).
+        """
+        for node in upwards_from(last_on_path(self._tree(), key)):
+            if node.end <= num_pages * self.page_size:
+                self._spare.setdefault(node, None)
+            else:
+                self._spare.pop(node, None)
+
+    def nothing_spare(self) -> None:
+        """The tier above has lost everything."""
+        self._spare.clear()
 
     def drop(self, key: RadixKey) -> None:
         """Let go of the unlocked end of that path, as far as no longer prefix needs it. O(len(key))."""
         self._drop(end_of(self._tree(), key), self.token_allocator.capacity)
 
+    def evict(self, num_pages: int) -> int:
+        """And with a leaf the spare nodes above it that have nothing else below."""
+        bared: list[TreeNode] = []
+
+        def note_parent(leaf: TreeNode) -> None:
+            self._spare.pop(leaf, None)
+            parent = leaf.parent
+            if parent is not None and parent in self._spare:
+                bared.append(parent)
+
+        freed = self._evict_pages(num_pages, note_parent)
+        return freed + sum(self._drop_spare(node) for node in bared)
+
     def evict_spare(self, num_pages: int) -> int:
-        """Free at least `num_pages`, or all that is spare and unlocked, the longest spare first. -> pages freed."""
+        """Free at least `num_pages`, or what is found quickly, the longest spare first. -> pages freed.
+
+        A spare node keeps what is below it here alone. If that is fewer pages than are spare, all of it goes.
+        """
         tree = self._tree()
         freed = 0
-        while freed < num_pages and self._spare:
+        for _ in range(min(len(self._spare), _LOOKED_AT)):
+            if freed >= num_pages or not self._spare:
+                break
             node = next(iter(self._spare))
-            del self._spare[node]
-            if node.epoch == tree.receipts.epoch:
-                freed += self._drop(node, node.pages.size)
+            if node.epoch != tree.receipts.epoch:
+                del self._spare[node]
+                continue
+            self._spare.move_to_end(node)
+            for each in self._worth_less(node):
+                freed += self._drop(each, each.pages.size)
+            freed += self._drop_spare(node)
         return freed
 
     def reset(self) -> None:
         super().reset()
         self._spare.clear()
 
+    def _worth_less(self, node: TreeNode) -> list[TreeNode]:
+        """What is below a spare node, children first, if it can go and is less than what goes with it."""
+        below: list[TreeNode] = []
+        pending = list(node.children.values())
+        while pending:
+            each = pending.pop()
+            if each.lock_ref or len(below) == _BELOW:
+                return []
+            below.append(each)
+            pending.extend(each.children.values())
+        lost = sum(each.pages.size for each in below if each not in self._spare)
+        spare = sum(each.pages.size for each in self._kept_by(node)) + sum(each.pages.size for each in below) - lost
+        return below[::-1] if lost < spare else []
+
+    def _kept_by(self, node: TreeNode) -> Iterator[TreeNode]:
+        """The spare nodes from `node` upwards that could go if nothing were below it."""
+        for each in upwards_from(node):
+            if each not in self._spare or each.lock_ref or (each is not node and len(each.children) > 1):
+                return
+            yield each
+
+    def _drop_spare(self, node: TreeNode) -> int:
+        """Drop it, if it is spare and a leaf, and then what is so above it. -> pages freed."""
+        freed = 0
+        if not node.children:
+            for each in list(self._kept_by(node)):
+                freed += self._drop(each, each.pages.size)
+        return freed
+
     def _drop(self, node: TreeNode | None, num_pages: int) -> int:
-        if node is None:
-            return 0
+        if node is None or node.epoch != self._tree().receipts.epoch:
+            return 0  # with the last one below it, a component may have let go of it already
+        self._spare.pop(node, None)
         pages = drop_upwards(self._tree(), node, num_pages)
         self._free(pages)
         return int(pages.size)

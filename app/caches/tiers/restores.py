@@ -83,7 +83,7 @@ class Restores:
     @property
     def bytes_in_flight(self) -> int:
         """Of those that wait for their plan too."""
-        return sum(self._bytes(each) for each in self._under_way())
+        return sum(self._bytes(each) for each in self._under_way()) if self._sent or self._drafted else 0
 
     # -- what a scheduler asks
 
@@ -178,7 +178,7 @@ class Restores:
         self._host.unlock(restore.host_receipt)
         if end.failure is None:
             if self._keeps_copies:
-                self._host.spare(restore.key)
+                self._host.spare(restore.key, restore.span.end)
             else:
                 self._host.drop(restore.key)
 

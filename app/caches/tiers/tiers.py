@@ -138,6 +138,8 @@ class Tiers:
     def plan(self, wait_s: float = 0.0) -> TransferPlan:
         self._catch_up()
         self.host.end_plan()
+        if wait_s:
+            self._backups.pace.lift()
         restores = self._restores.draft()
         backups = self._backups.draft(restoring_bytes=self._restores.bytes_in_flight)
         intents = self._storage.draft()
@@ -205,6 +207,7 @@ class Tiers:
         self._catch_up_host()
         self._backups.forget_waiting()
         self._restores.lose_device()
+        self.host.nothing_spare()
         self.host.end_plan()
 
     def flush(self) -> None:

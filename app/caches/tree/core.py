@@ -89,7 +89,7 @@ class TreeCore:
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return _NOTHING
-        place = descend(root, key.raw, limit, self.page_bytes)
+        place = descend(root, key.uncut, limit, self.page_bytes)
         node, end, partial, shared = self._usable(place) if self.components else place
         if partial is not None:
             node = self._split(partial, shared)
@@ -103,7 +103,9 @@ class TreeCore:
         named: dict[str, Any] = {}
         for component in self.components:
             named |= component.named(node)
-        return MatchResult(pages, end // TOKEN_BYTES, node, **named)
+        found = MatchResult(pages, end // TOKEN_BYTES, node, **named)
+        self._note_given(found)
+        return found
 
     def probe(self, key: RadixKey) -> int:
         """The number of tokens that `match` would return. Changes nothing."""
@@ -111,7 +113,7 @@ class TreeCore:
         root = self.roots.get(key.namespace)
         if root is None or limit <= 0:
             return 0
-        place = descend(root, key.raw, limit, self.page_bytes)
+        place = descend(root, key.uncut, limit, self.page_bytes)
         _, end, _, shared = self._usable(place) if self.components else place
         return end // TOKEN_BYTES + shared * self.page_size
 
@@ -174,7 +176,7 @@ class TreeCore:
             return NOTHING_PUBLISHED
         if pages.size < count:
             raise ValueError(f"{pages.size} pages for a key of {count} whole pages")
-        raw, namespace = key.raw, key.namespace
+        raw, namespace = key.uncut, key.namespace
         root = self.roots.get(namespace) or TreeNode.root(namespace, self.receipts.epoch)
         place = descend(root, raw, count * self.page_bytes, self.page_bytes)
         if offers:
@@ -199,7 +201,9 @@ class TreeCore:
         named: dict[str, Any] = {}
         for offer in offers:
             named |= offer.named(node)
-        return InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
+        published = InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
+        self._note_given(published)
+        return published
 
     def reset(self) -> None:
         """Forget everything; receipts and matches from before are refused after. O(pool pages)."""
@@ -235,9 +239,7 @@ class TreeCore:
     def drop_useless(self, node: TreeNode | None, now: float) -> list[TreeNode]:
         """Drop `node`, and then those above it, while it is an unlocked leaf that lacks a part: none could match it."""
         dropped = []
-        while node is not None and node.parent is not None and not node.children and not node.lock_ref:
-            if all(node in component.parts for component in self.components):
-                break
+        while node is not None and not node.children and not node.lock_ref and self._lacks_a_part(node):
             self.order.remove(node)
             self.cut_off(node, now)
             dropped.append(node)
@@ -270,6 +272,17 @@ class TreeCore:
         for node in self.nodes():
             (locked if node.lock_ref else unlocked).append(node.pages)
         return np.concatenate(unlocked), np.concatenate(locked)
+
+    def _note_given(self, found: MatchResult | InsertResult) -> None:
+        for component in self.components:
+            component.latest = found
+
+    def _lacks_a_part(self, node: TreeNode) -> bool:
+        """A root has no parts and lacks none."""
+        for component in self.components:
+            if node not in component.parts:
+                return node.parent is not None
+        return False
 
     def _limit(self, num_tokens: int) -> int:
         """Bytes of the whole pages in `num_tokens`."""

@@ -42,6 +42,8 @@ def _shape(tree: TreeCore, nodes: list[TreeNode], page_bytes: int) -> list[str]:
     for node in nodes:
         if not node.edge or len(node.edge) != node.pages.size * page_bytes:
             broken.append(f"a node of {node.pages.size} pages has {len(node.edge)} bytes of tokens")
+        if (node.end - node.start) * TOKEN_BYTES != len(node.edge):
+            broken.append(f"a node of {len(node.edge)} bytes of tokens goes from token {node.start} to {node.end}")
         if node.hashes and len(node.hashes) != node.pages.size:
             broken.append(f"a node of {node.pages.size} pages has {len(node.hashes)} hashes")
         if node.epoch != tree.receipts.epoch:

@@ -19,7 +19,7 @@ class TreeNode:
     lock_ref: receipts held on this node plus children that are locked; a locked node protects all its ancestors.
     epoch: that of the tree it is in, or EVICTED.
     hashes: one for each page while events are wanted, else empty.
-    start: tokens before the edge.
+    start, end: tokens from the root to the begin and to the end of the edge.
     serial: names the place at the end of the edge, and no other place ever, even after the node is gone. A root's is
         its namespace: roots come and go with their first and last child.
     hits: matches whose path covers the node; one for a request that had to ask again and again.
@@ -31,6 +31,7 @@ class TreeNode:
     __slots__ = (
         "children",
         "edge",
+        "end",
         "epoch",
         "hashes",
         "hits",
@@ -66,6 +67,7 @@ class TreeNode:
         self.pages = pages
         self.epoch = epoch
         self.start = start
+        self.end = start + len(edge) // TOKEN_BYTES
         self.serial = serial
         self.hits = hits
         self.used_at = used_at
@@ -92,11 +94,6 @@ class TreeNode:
     def uses(self) -> int:
         """How often its place was used again; never more often than that of its parent."""
         return self.hits + self.past_uses
-
-    @property
-    def end(self) -> int:
-        """Tokens from the root to the end of the edge."""
-        return self.start + len(self.edge) // TOKEN_BYTES
 
 
 def make_as_urgent(node: TreeNode, priority: int) -> None:

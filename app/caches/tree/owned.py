@@ -23,10 +23,11 @@ class OwnedIds:
         self._free_index(ids)
         if ids.size == 1:
             return
-        ordered = np.sort(ids)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if twice.size:
-            raise OwnershipError(pages=tuple(twice.tolist()), reason=f"{self._kind}: given for two places")
+        ordered = ids.copy()
+        ordered.sort()
+        twice = ordered[1:] == ordered[:-1]
+        if _any(twice):
+            raise OwnershipError(pages=tuple(ordered[1:][twice].tolist()), reason=f"{self._kind}: given for two places")
 
     def claim(self, ids: np.ndarray) -> None:
         """`ids` are the tree's from now on. OwnershipError and no change if one of them was already."""
@@ -54,8 +55,13 @@ class OwnedIds:
             taken = self._owned.take(index)
         except IndexError:
             raise ForeignPageError(pages=tuple(ids.tolist()), capacity=self._owned.size - 1) from None
-        if b"\x01" in taken.tobytes():  # quicker than any()
+        if _any(taken):
             raise OwnershipError(
                 pages=tuple(ids[taken].tolist()), reason=f"{self._kind}: cached already under other tokens, or padding"
             )
         return index
+
+
+def _any(truths: np.ndarray) -> bool:
+    """(n,) bool; quicker than numpy's."""
+    return b"\x01" in truths.tobytes()

@@ -41,24 +41,17 @@ def _shared_bytes(raw: bytes, position: int, limit: int, edge: bytes) -> int:
 def cut_to_usable(place: Place, judges: Sequence[Judge], count: int, page_size: int) -> tuple[Place, int]:
     """The longest prefix, of at most `count` pages, that every judge finds usable; some of it may be yet to come.
 
-    -> the place at or after which it ends, and its pages. O(nodes on the path).
+    -> the place at or after which it ends, and its pages. O(nodes that hold what it needs, and those left behind).
     """
-    node, end, partial, shared = place
-    present = end // TOKEN_BYTES + shared * page_size
-    total = count * page_size
-    path: list[TreeNode] = []
-    ends = [total] if total > present else []
-    at, end = partial or node, present
-    while at.parent is not None:
-        path.append(at)
-        ends.append(end)
-        end = at.start
-        at = at.parent
-    path.reverse()
-    ends.reverse()
-    verdicts = [judge.usable(path, ends) for judge in judges]
-    for index in range(len(ends) - 1, -1, -1):
-        if all(verdict[index] for verdict in verdicts):
-            end = ends[index]
-            return (place if end >= present else (path[index], end * TOKEN_BYTES, None, 0)), end // page_size
-    return (at, 0, None, 0), 0
+    node, whole, partial, shared = place
+    at = partial or node
+    there = present = whole // TOKEN_BYTES + shared * page_size
+    asked, end = -1, count * page_size
+    while asked != end:  # what one leaves may be too long for another, or not end where it could
+        asked = end
+        for judge in judges:
+            end = judge.longest(at, present, end)
+            present = min(present, end)
+            while at.start >= end and at.parent is not None:
+                at = at.parent
+    return (place if end >= there else (at, end * TOKEN_BYTES, None, 0)), end // page_size

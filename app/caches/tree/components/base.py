@@ -16,7 +16,7 @@ What a request locks is what its prefix needs, so parts before it can be evicted
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,18 +25,20 @@ from app.caches.base import NO_PAGES, InsertResult, MatchResult
 from app.caches.tree.node import TreeNode
 from app.caches.tree.owned import OwnedIds
 from app.caches.tree.policies.order import EvictionOrder
+from app.caches.tree.runs import joined
 from app.config.model_config import Component
 
 Split = Callable[[TreeNode, int], TreeNode]  # TreeCore's: puts the first pages of a node into a new one above it
 
 
 class Judge(Protocol):
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        """Whether prefixes have all that they need of one component. O(nodes).
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
+        """How long a prefix of at most `end` tokens can be that has all that it needs of one component.
 
-        path: nodes from the root down. ends: the tokens after which each ends; of the last one perhaps only a part.
-        There may be one more end than nodes: tokens that an insert would put after them.
-        -> for each end, whether the prefix up to there could be matched.
+        present: the path has so many tokens, the last of them in `node`, or at its end; an insert would bring those
+            from there to `end`.
+        -> `end`, `present`, or where a node of the path begins: whichever of these is the longest that could be
+        matched. O(nodes that hold what it needs, and those left behind).
         """
         ...
 
@@ -80,6 +82,7 @@ class TreeComponent(ABC):
 
     evictable, protected: ids of unlocked and of locked parts. num_let_go: ids that wait.
     order: over the nodes whose part is not locked, inner ones too.
+    latest: what the tree gave out last; None once a part has left since.
     """
 
     component: Component
@@ -93,6 +96,7 @@ class TreeComponent(ABC):
         self.evictable = 0
         self.protected = 0
         self.num_let_go = 0
+        self.latest: MatchResult | InsertResult | None = None
         self._let_go: list[np.ndarray] = []
         self._locks: dict[int, tuple[TreeNode, int]] = {}  # by receipt: the node, and the first token locked above it
 
@@ -100,14 +104,14 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def reach(self, node: TreeNode) -> int:
-        """The first token whose part is needed by a prefix that ends at `node`."""
+        """The first token whose part is needed by a prefix that ends at `node`; all of them if it is not positive."""
 
     @abstractmethod
     def begin(self, node: TreeNode) -> int:
         """The first token that the part of `node` stands for."""
 
     @abstractmethod
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
         """As `Judge` says, for a match."""
 
     @abstractmethod
@@ -119,10 +123,14 @@ class TreeComponent(ABC):
         """The component's own fields of the MatchResult for the prefix that ends at `node`."""
 
     @abstractmethod
-    def still_holds(self, found: MatchResult | InsertResult) -> bool:
-        """Whether what `found` names, and its prefix needs, is all there yet, and is the same."""
+    def holds(self, found: MatchResult | InsertResult) -> bool:
+        """Whether what `found` names, and its prefix needs, is all there, and is the same. Its node is in the tree."""
 
     # -- what a lock holds ----------------------------------------------------------------------------------------
+
+    def still_holds(self, found: MatchResult | InsertResult) -> bool:
+        """As `holds`; O(1) for what the tree gave out last."""
+        return found is self.latest or self.holds(found)
 
     def isolate(self, node: TreeNode, split: Split) -> None:  # noqa: B027  most parts cannot be divided
         """Split a node, so that `lock` holds little more than the prefix that ends at `node` needs."""
@@ -180,6 +188,7 @@ class TreeComponent(ABC):
     def hollow(self, node: TreeNode) -> None:
         """A node that was popped from the order loses its part and stays in the tree."""
         part = self.parts.pop(node)
+        self.latest = None
         self.evictable -= part.ids.size
         self.num_let_go += part.ids.size
         self._let_go.append(part.ids)
@@ -194,7 +203,7 @@ class TreeComponent(ABC):
         """(n,) int32: ids that are no longer the tree's and that nobody took yet. The caller frees them."""
         if not self._let_go:
             return NO_PAGES
-        ids = np.concatenate(self._let_go)
+        ids = joined(self._let_go)
         self.owned.release(ids)
         self._let_go.clear()
         self.num_let_go = 0
@@ -207,6 +216,7 @@ class TreeComponent(ABC):
         self.parts.clear()
         self._let_go.clear()
         self._locks.clear()
+        self.latest = None
         self.evictable = self.protected = self.num_let_go = 0
 
     # -- checks ---------------------------------------------------------------------------------------------------

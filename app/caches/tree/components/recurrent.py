@@ -5,14 +5,13 @@ Such a state cannot be cut back, so a prefix can be used only where a snapshot w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from app.caches.base import InsertResult, MatchResult
-from app.caches.tree.components.base import Split, TreeComponent
+from app.caches.tree.components.base import Split, TreeComponent, upwards
 from app.caches.tree.node import TreeNode
 from app.config.model_config import Component
 
@@ -31,16 +30,19 @@ class StateComponent(TreeComponent):
     def begin(self, node: TreeNode) -> int:
         return node.end - 1
 
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        return self.usable_with(_NOWHERE, path, ends)
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
+        return self.longest_with(_NOWHERE, node, present, end)
 
-    def usable_with(self, given_at: int, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        """As `usable`, if there were a snapshot of the first `given_at` tokens."""
-        parts = self.parts
-        return [
-            end == given_at or (node in parts and node.end == end)  # of a part of a node there is none
-            for node, end in zip_longest(path, ends)
-        ]
+    def longest_with(self, given_at: int, node: TreeNode, present: int, end: int) -> int:
+        """As `longest`, if there were a snapshot of the first `given_at` tokens."""
+        if end == given_at:
+            return end
+        end = min(end, present)
+        for at in upwards(node, 0):
+            if end == given_at or (end == at.end and at in self.parts):  # of a part of a node there is none
+                return end
+            end = at.start
+        return 0
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """The lower one still ends where it ended and keeps the snapshot; there is none of the upper one's end."""
@@ -48,7 +50,7 @@ class StateComponent(TreeComponent):
     def named(self, node: TreeNode) -> dict[str, Any]:
         return {"state": self.state_of(node)}
 
-    def still_holds(self, found: MatchResult | InsertResult) -> bool:
+    def holds(self, found: MatchResult | InsertResult) -> bool:
         return found.state != 0 and self.state_of(found.node) == found.state
 
     def state_of(self, node: TreeNode) -> int:
@@ -77,8 +79,8 @@ class StateOffer:
         self._num_tokens = num_tokens
         self._adopted = False
 
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        return self._component.usable_with(self._num_tokens if self._state else _NOWHERE, path, ends)
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
+        return self._component.longest_with(self._num_tokens if self._state else _NOWHERE, node, present, end)
 
     def refuse(self, node: TreeNode, present: int, count: int) -> None:
         if self._state:

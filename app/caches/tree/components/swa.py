@@ -6,9 +6,8 @@ min(W, m) of them have their window pages. What is before that may be gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from app.caches.base import InsertResult, MatchResult
 from app.caches.tree.components.base import Part, Split, TreeComponent, upwards
 from app.caches.tree.node import TreeNode
 from app.caches.tree.policies.order import EvictionOrder
+from app.caches.tree.runs import joined
 from app.config.model_config import Component
 from app.core.sliding_window import first_needed_page
 
@@ -36,25 +36,28 @@ class WindowComponent(TreeComponent):
         self.page_size = page_size
 
     def reach(self, node: TreeNode) -> int:
-        return max(0, node.end - self.window)
+        return node.end - self.window
 
     def begin(self, node: TreeNode) -> int:
         return node.start
 
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        return self.usable_with(_NEVER, path, ends)
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
+        return self.longest_with(_NEVER, node, present, end)
 
-    def usable_with(self, given_from: int, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        """As `usable`, if tokens from `given_from` on had the window pages that they lack."""
+    def longest_with(self, given_from: int, node: TreeNode, present: int, end: int) -> int:
+        """As `longest`, if tokens from `given_from` on had the window pages that they lack."""
         parts, window = self.parts, self.window
-        verdicts = []
-        start = run = 0  # where the last run of tokens with window pages began: every hole begins a new one after it
-        for node, end in zip_longest(path, ends):
-            if node not in parts and given_from > start:
-                run = min(given_from, end)
-            verdicts.append(run == 0 or end - run >= window)
-            start = end
-        return verdicts
+        if present < given_from and end - min(given_from, end) < window:
+            end = present
+        at_end = present
+        for at in upwards(node, 0):
+            if at_end <= end - window:
+                break
+            # What ends in a hole, or less than a window behind it, cannot be matched.
+            if at.start < given_from and at not in parts and end - min(given_from, at_end) < window:
+                end = at.start
+            at_end = at.start
+        return end
 
     def isolate(self, node: TreeNode, split: Split) -> None:
         """Where the window begins far inside a node. Nearer to its front a split would hold back less than it costs:
@@ -83,7 +86,7 @@ class WindowComponent(TreeComponent):
         pages[pages.size - needed.size :] = needed
         return {"window_pages": pages}
 
-    def still_holds(self, found: MatchResult | InsertResult) -> bool:
+    def holds(self, found: MatchResult | InsertResult) -> bool:
         if any(node not in self.parts for node in upwards(found.node, self.reach(found.node))):
             return False
         needed = self._needed(found.node)
@@ -99,17 +102,18 @@ class WindowComponent(TreeComponent):
 
         ValueError for a gap after its first page.
         """
-        given = np.flatnonzero(pages)
-        first = int(given[0]) if given.size else pages.size
-        if given.size != pages.size - first:
-            raise ValueError(f"window_pages has {pages.size - first - given.size} zeros after its first page")
+        first = pages.size - int(np.count_nonzero(pages))
+        if np.count_nonzero(pages[first:]) != pages.size - first:
+            given = np.flatnonzero(pages)
+            gaps = pages.size - int(given[0]) - given.size
+            raise ValueError(f"window_pages has {gaps} zeros after its first page")
         return WindowOffer(self, pages, first)
 
     def _needed(self, node: TreeNode) -> np.ndarray:
         """(n,) int32: the window pages that the prefix ending at `node` needs, which are all there."""
         runs = [self.parts[at].ids for at in upwards(node, self.reach(node))]
         runs.reverse()
-        pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        pages = joined(runs)
         end = node.end
         count = end // self.page_size - first_needed_page(end, self.window, self.page_size)
         return pages[pages.size - count :]
@@ -126,8 +130,8 @@ class WindowOffer:
     pages: np.ndarray
     first: int
 
-    def usable(self, path: Sequence[TreeNode], ends: Sequence[int]) -> list[bool]:
-        return self.component.usable_with(self.first * self.component.page_size, path, ends)
+    def longest(self, node: TreeNode, present: int, end: int) -> int:
+        return self.component.longest_with(self.first * self.component.page_size, node, present, end)
 
     def refuse(self, node: TreeNode, present: int, count: int) -> None:
         page_size, parts = self.component.page_size, self.component.parts
@@ -136,7 +140,7 @@ class WindowOffer:
             if at not in parts:
                 begin, end = at.start // page_size, min(at.end // page_size, present)
                 wanted.append(self.pages[max(begin, self.first) : end])
-        self.component.owned.refuse(np.concatenate(wanted))
+        self.component.owned.refuse(joined(wanted))
 
     def adopt(self, node: TreeNode, split: Split) -> None:
         page_size, parts = self.component.page_size, self.component.parts

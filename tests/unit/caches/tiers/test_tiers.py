@@ -568,3 +568,54 @@ def test_nothing_prepared_is_fine_for_an_empty_plan() -> None:
     assert (plan.wait_s, plan.backups, plan.restores) == (0.25, (), ())
     rig.tiers.prepared(PreparedTransfers())
     rig.check()
+
+
+def passed_by(rig: TierRig, last_token: int) -> list[int]:
+    """A prompt that shares three pages with X, and whose own page is used no more while these are."""
+    tokens = [*X[:6], last_token, last_token, 99]
+    rig.serve(tokens)
+    rig.cache.match(key_of(X))
+    return tokens
+
+
+def test_a_page_that_was_passed_by_does_not_take_what_is_above_it_down() -> None:
+    rig = TierRig(settings=WRITE_BACK)
+    rig.serve(X)
+    branch = passed_by(rig, 7)
+
+    rig.cache.evict(1)
+    rig.drain()
+
+    assert (rig.device_has(branch), rig.host_has(X)) == (3, 0)
+    assert rig.tiers.counters().backup_drops == {"not_worth": 1}
+    rig.check()
+
+
+def test_pages_that_were_passed_by_go_down_once_they_are_as_many_as_what_is_above_them() -> None:
+    rig = TierRig(settings=WRITE_BACK)
+    rig.serve(X)
+    for last_token in (5, 6):
+        passed_by(rig, last_token)
+        rig.cache.evict(1)
+        rig.drain()
+    branch = passed_by(rig, 7)
+
+    rig.cache.evict(1)
+    rig.drain()
+
+    assert rig.host_has(branch) == 4
+    assert rig.tiers.counters().backup_drops == {"not_worth": 2}
+    rig.check()
+
+
+def test_what_leaves_together_goes_down_whole() -> None:
+    rig = TierRig(settings=WRITE_BACK)
+    rig.serve(X)
+    rig.serve([*X[:6], 7, 7, 99])
+    rig.cache.match(key_of(X))
+
+    rig.cache.evict(100)
+    rig.drain()
+
+    assert rig.host_has(X) == 4
+    rig.check()
