@@ -33,8 +33,7 @@ from app.text.detokenizer import IncrementalDetokenizer
 from app.text.tokenizer import load_tokenizer
 from app.tpu.mesh import make_mesh, tp_rank_of
 
-# Every object is built once; ThreadSafe, because servers ask from several threads.
-Once = providers.ThreadSafeSingleton
+Once = providers.ThreadSafeSingleton  # every object is built once, and servers ask from several threads
 
 
 class Container(containers.DeclarativeContainer):
@@ -74,7 +73,7 @@ class Container(containers.DeclarativeContainer):
     chunk_tokens = scheduler_limits.provided.chunk_tokens
     step_bytes = Once(step_memory.step_bytes, server_args, model_config, scheduler_limits, dtype)
     one_of_each = Once(host_sizing.Specs, page_spec, window_page, one_snapshot)
-    demand = Once(host_sizing.tier_demand, server_args, model_config, platform, one_of_each, chunk_tokens)
+    demand = Once(host_sizing.tier_demand, server_args, model_config, platform, attention, one_of_each, chunk_tokens)
     pool_size = Once(
         sizing.pool_pages, server_args, model_config, bytes_a_page, memory_bytes, dtype, pool_room, step_bytes, demand
     )
@@ -113,15 +112,7 @@ class Container(containers.DeclarativeContainer):
     storage_lane = Once(tiers.storage_lane, host_size, storage_ids.provider, page_carriers.provider)
     storage_opener = Once(tiers.storage_opener, server_args)
     storage = Once(tiers.AttachedStorage, storage_opener, storage_lane)
-    tier_mover = Once(
-        tiers.mover,
-        host_size,
-        host_pool,
-        page_carriers.provider,
-        device_pool,
-        storage_lane,
-        storage.provided.attach_again,
-    )
+    tier_mover = Once(tiers.mover, host_size, host_pool, page_carriers.provider, device_pool, storage_lane, storage)
     host_events: providers.Provider[object] = providers.Object(None)
     storage_events: providers.Provider[object] = providers.Object(None)
     host_tier = Once(tiers.parts, server_args, host_size, host_pool, storage_ids.provider, host_events, storage_events)

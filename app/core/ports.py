@@ -28,6 +28,7 @@ class PoolSpec:
     extra_kv_heads: int = 0  # over all ranks
     extra_head_dim: int = 0
     arrays_per_layer: int = 2  # keys and values; 1 where both are read out of one latent (MLA), which every rank holds
+    num_ranks: int = 1  # that share the heads, or hold a latent each
 
     @property
     def bytes_per_element(self) -> int:
@@ -43,9 +44,16 @@ class PoolSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, keys and values of every layer together, over all ranks."""
+        """Bytes of one page, keys and values of every layer together, over all ranks. What each of them holds counts
+        once: so many bytes are stored.
+        """
         tokens = self.num_layers * self.page_size * self.stored_kv_heads * self.stored_head_dim
         return self.arrays_per_layer * tokens * self.bytes_per_element
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that one page takes of all ranks together: of a latent one copy each."""
+        return self.page_bytes * (self.num_ranks if self.arrays_per_layer == 1 else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,7 @@ class StateSpec:
     num_rows: int
     num_layers: int
     arrays: tuple[StateArray, ...]  # of each layer
+    num_ranks: int = 1  # that share the arrays, or hold one each
 
     @property
     def num_slots(self) -> int:
@@ -68,8 +77,14 @@ class StateSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot, every layer together, over all ranks."""
+        """Bytes of one slot, every layer together, over all ranks. What each of them holds counts once."""
         return self.num_layers * sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that one slot takes of all ranks together."""
+        copies = (self.num_ranks if array.sharded_axis is None else 1 for array in self.arrays)
+        return self.num_layers * sum(array.num_bytes * each for array, each in zip(self.arrays, copies, strict=True))
 
     def running_slots(self, rows: np.ndarray) -> np.ndarray:
         """Where the states of these request rows are: (n,) int32 to the same."""
@@ -200,7 +215,8 @@ class ExtendInputs:
     chunk_lengths: (S,) int32, tokens of each row in this step; 0 marks a padding row.
     prefix_lengths: (S,) int32, tokens of the row whose KV is already in the pool.
     page_table: (S, max_pages) int32, covering prefix_lengths + chunk_lengths.
-    max_chunk: the bucket that every chunk_length fits in; static.
+    max_chunk: the bucket that every chunk_length fits in, or the largest one, which stands for all longer chunks;
+        static.
     window, state_slots: as in DecodeInputs, for S rows.
     Device arrays except max_chunk.
     """

@@ -193,7 +193,7 @@ class TransferEnd:
 class TierLimits:
     """What the host and storage tiers may take, and when they act. Shared by control and runtime.
 
-    page_bytes: of one page of each pool, over all ranks.
+    page_bytes: of memory that one page of each pool takes, of all ranks together.
     staging_bytes: of device memory, that backups and restores under way may take together; more is refused (backups)
         or waits (restores).
     copy_deadline_s: after which a copy is reported as late and what it moved is given up.

@@ -50,7 +50,7 @@ class HostKVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of filled pages."""
+        """Of filled pages; what every rank holds counts once."""
         return sum(kind.num_bytes for kind in self._there())
 
     def num_free(self) -> PageCounts:

@@ -156,6 +156,10 @@ class ReqToTokenPool:
     def slots_in_use(self) -> np.ndarray:
         return np.flatnonzero(self._in_use).astype(np.int32)
 
+    def page_counts_in_use(self) -> np.ndarray:
+        """(rows,) int32: pages of each row, 0 for one that is free."""
+        return np.where(self._in_use, self.page_counts, 0).astype(np.int32)
+
     def check_integrity(self) -> None:
         free = set(self._free_slots)
         if len(free) != len(self._free_slots):

@@ -170,9 +170,13 @@ class FlatPrograms:
             name="prefill",
             function=self.extend,
             arguments=(weights, buffers, tokens, *rows),
-            statics={"max_chunk": max_chunk},
+            statics={"max_chunk": self.told_apart(max_chunk)},
             donated=(buffers,),
         )
+
+    def told_apart(self, max_chunk: int) -> int:
+        """What `extend` is to be called with for that: programs that would be equal become one."""
+        return self._attention.told_apart(max_chunk)
 
     def load(self, source: WeightsSource, progress: Callable[[str, float], None]) -> FlatWeights:
         """Every weight from the source, on the mesh. progress: told what is loaded, how far (0 to 1)."""

@@ -57,7 +57,8 @@ class FlatModelRunner:
     def extend(self, buffers: FlatKVBuffers, inputs: ExtendInputs) -> tuple[FlatKVBuffers, jax.Array]:
         """-> (buffers, logits (S, vocab_size) float32 of each row's last token). Padding rows come last."""
         rows = (inputs.chunk_starts, inputs.chunk_lengths, inputs.prefix_lengths, inputs.page_table)
-        return self._programs.extend(self._loaded(), buffers, inputs.token_ids, *rows, max_chunk=inputs.max_chunk)
+        max_chunk = self._programs.told_apart(inputs.max_chunk)
+        return self._programs.extend(self._loaded(), buffers, inputs.token_ids, *rows, max_chunk=max_chunk)
 
     def _loaded(self) -> FlatWeights:
         if self._weights is None:

@@ -47,6 +47,7 @@ class TensorPlan:
     shape: over all ranks, before the padding of "vocab" and the replication of "kv_heads".
     take: the weight as a view of the checkpoint's tensor, which may be a mapped file. Plans that take alike are equal.
     stored_shape: of the checkpoint's tensor, where it is another; of one expert's where there is a tensor for each.
+    dtype: in which it is kept; None for the model's.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TensorPlan:
     shape: tuple[int, ...]
     take: Callable[[np.ndarray], np.ndarray] = whole
     stored_shape: tuple[int, ...] | None = None
+    dtype: str | None = None
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:

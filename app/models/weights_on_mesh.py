@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -39,11 +40,11 @@ class WeightShapes:
 
     def abstract(self, plan: TensorPlan) -> Any:
         """The weight's shape, type and sharding."""
-        return self._abstract(self._shape(plan), plan.partition)
+        return self._abstract(plan, self._shape(plan), plan.partition)
 
     def abstract_stack(self, plan: TensorPlan, num_layers: int) -> Any:
         """The same for that weight of every layer in one array, layers first."""
-        return self._abstract((num_layers, *self._shape(plan)), plan.stacked_partition)
+        return self._abstract(plan, (num_layers, *self._shape(plan)), plan.stacked_partition)
 
     def place(self, source: WeightsSource, plan: TensorPlan, layer: int | None = None) -> jax.Array:
         """One weight on the mesh. The source's array is copied, not kept; each process reads its own shards of it."""
@@ -62,8 +63,11 @@ class WeightShapes:
 
         return jax.make_array_from_callback(abstract.shape, abstract.sharding, shard)
 
-    def _abstract(self, shape: tuple[int, ...], partition: PartitionSpec) -> Any:
-        return jax.ShapeDtypeStruct(shape, self._dtype, sharding=NamedSharding(self._mesh, partition))
+    def _abstract(self, plan: TensorPlan, shape: tuple[int, ...], partition: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(shape, self._type(plan), sharding=NamedSharding(self._mesh, partition))
+
+    def _type(self, plan: TensorPlan) -> np.dtype:
+        return self._dtype if plan.dtype is None else np.dtype(plan.dtype)
 
     def _shape(self, plan: TensorPlan) -> tuple[int, ...]:
         sizes = {"vocab": self._whole_shares, "kv_heads": self._replicated}
@@ -87,7 +91,7 @@ class WeightShapes:
         """What one device holds of a weight: index has a slice for each of its axes."""
         if EXPERT not in plan.name:
             return self._share(plan, plan.take(source.tensor(plan.name.format(layer=layer))), index)
-        one = TensorPlan(plan.name, plan.axes[1:], plan.shape[1:], plan.take)
+        one = replace(plan, axes=plan.axes[1:], shape=plan.shape[1:])
         experts = range(plan.shape[0])[index[0]]
         tensors = (plan.take(source.tensor(plan.name.format(layer=layer, expert=expert))) for expert in experts)
         return np.stack([self._share(one, tensor, index[1:]) for tensor in tensors])
@@ -97,4 +101,4 @@ class WeightShapes:
         if plan.axes[0] == "kv_heads":
             copies = self.num_kv_heads // self._own_kv_heads
             rows = replicated_head_rows(len(tensor), len(tensor) // self._own_kv_heads, copies)
-        return share(tensor, rows, index, self._dtype)
+        return share(tensor, rows, index, self._type(plan))

@@ -1,4 +1,8 @@
-"""Sizes of the host pool and of what goes between it and the device. Arithmetic only. All bytes are over all ranks."""
+"""Sizes of the host pool and of what goes between it and the device. Arithmetic only.
+
+All bytes are of all ranks together: what each of them holds, such as latents, counts for each, since a host page is as
+the device's is.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from app.core.ports import PoolSpec, StateSpec
 from app.core.sliding_window import pages_seen
 from app.core.transfers import OfEachPool, PageCounts, TierLimits
 from app.errors import ConfigError
+from app.models.layers.attention_choice import AttentionChoice, AttentionKind
 from app.providers.sizing import host_memory_bytes, snapshot_interval
 from app.providers.tier_demand import GB, NO_DEMAND, TierDemand, asked_size
 
@@ -51,15 +56,18 @@ def tier_demand(
     args: ServerArgs,
     model: ModelConfig,
     platform: str,
+    attention: AttentionChoice,
     one_of_each: Specs,
     chunk_tokens: int,
 ) -> TierDemand:
-    """one_of_each: the pools' shapes, of one page each. ConfigError for staging that is too small.
+    """one_of_each: the pools' shapes, of one page each. ConfigError for staging that is too small, and for pages that
+    cannot be copied alone.
 
     Only the CPU's host pool is in the memory that the KV pool is in.
     """
     if not args.enable_hierarchical_cache:
         return NO_DEMAND
+    _check_page_size(args, attention)
     page_bytes = bytes_of_each(one_of_each)
     least = _least_counts(args, model, one_of_each)
     least_bytes = _num_bytes(least, page_bytes)
@@ -138,11 +146,19 @@ def host_size_here(
 
 
 def bytes_of_each(specs: Specs) -> OfEachPool[int]:
-    """Of one page of each pool; 0 where there is none."""
-    page, window, state = specs
-    return OfEachPool(
-        page.page_bytes, 0 if window is None else window.page_bytes, 0 if state is None else state.slot_bytes
-    )
+    """What one page of each pool takes, on the device as on the host; 0 where there is none."""
+    return OfEachPool(*(0 if spec is None else spec.held_bytes for spec in specs))
+
+
+def _check_page_size(args: ServerArgs, attention: AttentionChoice) -> None:
+    """tests/tpu/test_page_sizes.py compiles what is refused and what is not."""
+    if args.page_size == 1 and attention.kind is AttentionKind.GATHER:
+        raise ConfigError(
+            field="--page-size",
+            value=args.page_size,
+            allowed="2 or more with --enable-hierarchical-cache: for this model's heads a TPU lays a pool of pages of "
+            "one token out so that copying one page copies all of them",
+        )
 
 
 def _least_counts(args: ServerArgs, model: ModelConfig, specs: Specs) -> PageCounts:

@@ -40,6 +40,7 @@ def one_snapshot(args: ServerArgs, model: ModelConfig) -> StateSpec | None:
         num_rows=args.max_running_requests,
         num_layers=len(model.layers_with(Component.RECURRENT)),
         arrays=model.recurrent_state,
+        num_ranks=args.tp_size,
     )
 
 
@@ -47,12 +48,12 @@ def bytes_a_page(
     args: ServerArgs, model: ModelConfig, page: PoolSpec, window: PoolSpec | None, state: StateSpec | None
 ) -> int:
     """Of the device, for each full page that there is: with its share of window pages and of snapshots."""
-    needed = page.page_bytes
+    needed = page.held_bytes
     if window is not None:
-        needed += int(window.page_bytes * args.swa_full_tokens_ratio)
+        needed += int(window.held_bytes * args.swa_full_tokens_ratio)
     interval = snapshot_interval(args, model)
     if state is not None and interval is not None:
-        needed += state.slot_bytes * args.page_size // interval
+        needed += state.held_bytes * args.page_size // interval
     return max(needed, 1)
 
 
@@ -81,12 +82,12 @@ def state_spec(args: ServerArgs, model: ModelConfig, state: StateSpec | None, nu
 
 
 def pool_bytes(spec: PoolSpec, window: PoolSpec | None, states: StateSpec | None) -> int:
-    """Of all pools of the device, padding pages and running states too, over all ranks."""
-    total = (spec.num_pages + 1) * spec.page_bytes
+    """Of all pools of the device, padding pages and running states too, of all ranks together."""
+    total = (spec.num_pages + 1) * spec.held_bytes
     if window is not None:
-        total += (window.num_pages + 1) * window.page_bytes
+        total += (window.num_pages + 1) * window.held_bytes
     if states is not None:
-        total += states.num_slots * states.slot_bytes
+        total += states.num_slots * states.held_bytes
     return total
 
 

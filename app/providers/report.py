@@ -39,7 +39,7 @@ def engine_facts(container: Container) -> dict[str, Any]:
         "page_size": spec.page_size,
         "pool_pages": spec.num_pages,
         "pool_tokens": spec.num_pages * spec.page_size,
-        "pool_bytes": (spec.num_pages + 1) * spec.page_bytes,  # with the padding page
+        "pool_bytes": (spec.num_pages + 1) * spec.held_bytes,  # with the padding page
         **_window_facts(container),
         **_state_facts(container),
         **tier_facts(args, container.host_size(), container.storage().storage),
@@ -67,7 +67,7 @@ def _window_facts(container: Container) -> dict[str, Any]:
         "sliding_window": container.model_config().sliding_window,
         "window_pool_pages": spec.num_pages,
         "window_pool_tokens": spec.num_pages * spec.page_size,
-        "window_pool_bytes": (spec.num_pages + 1) * spec.page_bytes,
+        "window_pool_bytes": (spec.num_pages + 1) * spec.held_bytes,
     }
 
 
@@ -81,9 +81,9 @@ def _state_facts(container: Container) -> dict[str, Any]:
     return {
         "recurrent_track_interval": interval,
         "snapshots": spec.num_snapshots,
-        "snapshot_bytes": spec.slot_bytes,
-        "snapshot_is_worth_tokens_of_kv": round(spec.slot_bytes * page.page_size / max(page.page_bytes, 1)),
-        "state_pool_bytes": spec.num_slots * spec.slot_bytes,
+        "snapshot_bytes": spec.held_bytes,
+        "snapshot_is_worth_tokens_of_kv": round(spec.held_bytes * page.page_size / max(page.held_bytes, 1)),
+        "state_pool_bytes": spec.num_slots * spec.held_bytes,
     }
 
 

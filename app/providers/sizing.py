@@ -77,6 +77,7 @@ def page_spec(args: ServerArgs, model: ModelConfig, stored: str) -> PoolSpec:
         head_dim=model.head_dim,
         dtype=stored,
         arrays_per_layer=1 if model.latent_kv else 2,
+        num_ranks=args.tp_size,
     )
 
 

@@ -65,7 +65,7 @@ def plan_target(args: ServerArgs, made_for: ModelConfig, target: Target) -> Targ
     step = step_bytes(args, model, limits, dtype)
     window, state = hybrid.window_page(args, model, page), hybrid.one_snapshot(args, model)
     bytes_a_page = hybrid.bytes_a_page(args, model, page, window, state)
-    demand = tier_demand(args, model, "tpu", Specs(page, window, state), limits.chunk_tokens)
+    demand = tier_demand(args, model, "tpu", attention, Specs(page, window, state), limits.chunk_tokens)
     num_pages = sizing.pool_pages(args, model, bytes_a_page, memory, dtype, room, step, demand)
     spec = sizing.with_pages(page, num_pages)
     window = hybrid.window_spec(args, model, window, num_pages, limits.chunk_tokens)

@@ -93,9 +93,10 @@ def storage_lane(
     """The way to a storage, which may be attached while the engine runs."""
     if size is None:
         return None
-    room = max(size.num_bytes // _QUEUE_PART, max(size.limits.page_bytes))
+    page_bytes = OfEachPool(*(0 if carrier is None else carrier.page_bytes for carrier in carriers()))
+    room = max(size.num_bytes // _QUEUE_PART, max(page_bytes))
     limits = WorkerLimits(max_queued_bytes=min(room, WorkerLimits().max_queued_bytes))
-    return WorkersLane(page_bytes=size.limits.page_bytes, identities=identities(), forms=carriers(), limits=limits)
+    return WorkersLane(page_bytes=page_bytes, identities=identities(), forms=carriers(), limits=limits)
 
 
 def mover(
@@ -104,7 +105,7 @@ def mover(
     carriers: Callable[[], Carriers],
     device_pool: LentArrays,
     lane: WorkersLane | None,
-    attach_again: Callable[[], None],
+    storage: AttachedStorage,
     copies: Callable[[Carriers], TierCopies] = DeviceCopies,
 ) -> HostTier | None:
     """What moves pages, for the runtime."""
@@ -118,7 +119,7 @@ def mover(
         limits=size.limits,
         lane=lane,
         copies=copies(each),
-        attach_again=attach_again,
+        attach_again=storage.attach_again,
     )
 
 

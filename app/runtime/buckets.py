@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 MIN_ROWS = 2  # a program with one row writes its KV a hundred times slower on CPU
 MIN_CHUNK = 16
+MAX_CHUNK = 128  # longer chunks go through a layer in blocks of at most so many tokens, by the same programs
 MIN_CONTEXT = 128  # tokens that the smallest page-table bucket covers
 
 
@@ -32,7 +33,7 @@ class Buckets(Protocol):
         ...
 
     def chunk(self, longest: int) -> int:
-        """Most prompt tokens of one row."""
+        """Most prompt tokens of one row, or the longest chunk that makes a program of its own."""
         ...
 
     def pages(self, num_tokens: int) -> int:
@@ -54,7 +55,7 @@ class PowersOfTwo:
         return bucket(count, MIN_CHUNK)
 
     def chunk(self, longest: int) -> int:
-        return bucket(longest, MIN_CHUNK)
+        return min(bucket(longest, MIN_CHUNK), MAX_CHUNK)
 
     def pages(self, num_tokens: int) -> int:
         smallest = -(-MIN_CONTEXT // self.page_size)
@@ -97,7 +98,8 @@ class ReachableShapes:
         return [DecodeShape(*shape) for shape in product(self.rows(), self.pages())]
 
     def extends(self) -> list[ExtendShape]:
-        shapes = product(self.rows(), self.tokens(), self.tokens(), self.pages())
+        chunks = [size for size in self.tokens() if size <= MAX_CHUNK]
+        shapes = product(self.rows(), self.tokens(), chunks, self.pages())
         return [shape for shape in map(ExtendShape._make, shapes) if self._reachable(shape)]
 
     def _reachable(self, shape: ExtendShape) -> bool:
@@ -105,9 +107,11 @@ class ReachableShapes:
         rows, most_rows = _least(shape.rows, MIN_ROWS), min(shape.rows, self.num_rows)
         chunk, tokens = _least(shape.chunk, MIN_CHUNK), _least(shape.tokens, MIN_CHUNK)
         most_tokens = min(shape.tokens, self.chunk_tokens)
+        most_of_row = most_tokens if shape.chunk == MAX_CHUNK else shape.chunk
+        longest = max(chunk, -(-tokens // most_rows))
         return (
-            max(chunk + rows - 1, tokens) <= min(most_rows * shape.chunk, most_tokens)
-            and self.buckets.pages(chunk) <= shape.pages
+            max(chunk + rows - 1, tokens) <= min(most_rows * most_of_row, most_tokens)
+            and self.buckets.pages(longest) <= shape.pages
         )
 
 

@@ -110,16 +110,16 @@ class StepDispatcher:
 
     def _extend(self, plan: BatchPlan, slots: np.ndarray, buckets: Buckets) -> SectionResult:
         lengths, starts = plan.extend_lengths, plan.extend_starts
-        size, chunk = buckets.rows(slots.size), buckets.chunk(int(lengths.max()))
+        size, num_tokens = buckets.rows(slots.size), buckets.tokens(plan.extend_token_ids.size)
         padded_slots = _padded(slots, size)
         inputs = ExtendInputs(
-            token_ids=_padded(plan.extend_token_ids, buckets.tokens(plan.extend_token_ids.size)),
+            token_ids=_padded(plan.extend_token_ids, num_tokens),
             chunk_starts=_padded(np.cumsum(lengths, dtype=np.int32) - lengths, size),
             chunk_lengths=_padded(lengths, size),
             prefix_lengths=_padded(starts, size),
             page_table=self._page_table(padded_slots, buckets.pages(int((starts + lengths).max()))),
-            max_chunk=chunk,
-            window=self._window_pages(padded_slots, starts, chunk),
+            max_chunk=buckets.chunk(int(lengths.max())),
+            window=self._window_pages(padded_slots, starts, num_tokens),
             state_slots=self._state_slots(slots, size),
         )
         logits = self._with_pool(self._runner.extend, inputs)
@@ -129,7 +129,7 @@ class StepDispatcher:
         return _page_table(self._rows.device_table(), padded_slots, width=width)
 
     def _window_pages(self, padded_slots: np.ndarray, starts: np.ndarray, num_queries: int) -> WindowPages | None:
-        """starts: (n,) int32, the position of each row's first query. num_queries: the most of one row, a bucket."""
+        """starts: (n,) int32, the position of each row's first query. num_queries: of one row at most, a bucket."""
         window = self._window
         if window is None:
             return None

@@ -6,8 +6,8 @@ Life of a batch:     prepare_batch --> PREPARED --> execute_batch --> RUNNING --
 When the device fails, the donated pool is gone: the step and every later one fail, the pool is made anew under the next
 generation, and whatever was prepared before is refused. What earlier steps produced can still be read.
 
-A pool on several nodes is not made anew: whether the others saw the failure, and in which step, this process cannot
-know, and nodes that disagree about that wait for each other for ever. NodesFailedError is raised, then and ever after.
+A pool on several nodes is not made anew: nodes that disagree about whether, and in which step, it failed would wait for
+each other for ever. NodesFailedError is raised, then and ever after.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class LocalRuntime:
         )
         self._moves = tier_moves(tiers, allocator, window, states)
         self._buckets = PowersOfTwo(page_size=allocator.page_size, max_pages=rows.max_pages)
-        self._is_open = False
-        self._was_open = False
+        self._is_open = self._was_open = False
         self._prepared = PreparedBatches()
         self._unread: list[LocalStepHandle] = []  # dispatched, oldest first
         self._carried: list[TableDelta] = []  # of discarded batches: rewrites that still hold
@@ -208,15 +207,13 @@ class LocalRuntime:
         (earlier.appends if earlier else self._carried).extend(reservation.rewrites)
 
     def warm_up(self, level: WarmupLevel, chunk_tokens: int) -> Iterator[tuple[str, float]]:
-        """Compile the programs of copies between tiers and of steps with up to `chunk_tokens` prompt tokens, one each
-        time the iterator goes on. -> what comes next, and the fraction done. No page changes.
-
-        Raises what the device raises: the pool is new. OwnershipError once a request has a row.
+        """Compile what copies between tiers and what runs steps of up to `chunk_tokens` prompt tokens, a program each
+        time the iterator goes on. -> what comes next, and the fraction done. No page changes. OwnershipError once a
+        request has a row. Raises what the device raises: then the pool is new.
         """
         shapes = ReachableShapes(buckets=self._buckets, num_rows=self._rows.num_rows, chunk_tokens=chunk_tokens)
         warm_up = WarmUp(dispatcher=self._dispatcher, rows=self._rows, sampling=self._sampling, identity=self.identity)
-        copies = [] if level == "none" else self._moves.warm_up_steps()
-        steps = copies + warm_up.steps(level, shapes)
+        steps = ([] if level == "none" else self._moves.warm_up_steps()) + warm_up.steps(level, shapes)
         for done, step in enumerate(steps):
             yield step.what, done / len(steps)
             self._require_open("warm_up")
@@ -239,9 +236,7 @@ class LocalRuntime:
         self._allocator.check_integrity()
         self._rows.check_integrity()
         if self._window is not None:
-            in_use = np.zeros(self._rows.num_rows, np.int32)
-            in_use[self._rows.slots_in_use()] = self._rows.page_counts[self._rows.slots_in_use()]
-            self._window.check_integrity(in_use)
+            self._window.check_integrity(self._rows.page_counts_in_use())
         if self._states is not None:
             self._states.check_integrity()
         # A page freed by control is read until the plan that says so: then its row has ended or been rewritten.

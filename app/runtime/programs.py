@@ -23,6 +23,7 @@ from app.models.flat_programs import FlatPrograms
 from app.models.layer_runs import layer_run_for
 from app.models.layers.flat_attention import FlatAttention
 from app.models.sampler import sampler_programs
+from app.runtime.buckets import MAX_CHUNK
 from app.runtime.dispatch import table_row_programs, window_row_programs
 from app.runtime.row_sampling import sampling_programs
 from app.tpu.hybrid_layout import HybridSpec
@@ -101,9 +102,10 @@ def step_programs(
     """
     model = FlatPrograms(config, mesh, spec, attention, layer_run_for(mesh), dtype)
     batch, width, chunk = sizes.batch, sizes.context_pages, sizes.chunk_tokens
+    max_chunk = min(chunk, MAX_CHUNK)
     rows, pages = sizes.num_rows, sizes.max_pages
     return [
-        model.extend_program(batch=batch, num_tokens=chunk, max_chunk=chunk, width=width),
+        model.extend_program(batch=batch, num_tokens=chunk, max_chunk=max_chunk, width=width),
         model.decode_program(batch=batch, width=width),
         *table_programs(num_rows=rows, max_pages=pages, num_cells=batch, mesh=mesh),
         *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
@@ -121,11 +123,12 @@ def hybrid_step_programs(
     """
     model = DecoderPrograms(config, mesh, spec, dtype)
     batch, width, chunk = sizes.batch, sizes.context_pages, sizes.chunk_tokens
+    max_chunk = min(chunk, MAX_CHUNK)
     rows, pages = sizes.num_rows, sizes.max_pages
     window = config.sliding_window if Component.SWA in config.components else None
     window_width = 1 if window is None else min(pages_seen(chunk, window, page_size), pages)
     listed = [
-        *model.programs(batch=batch, width=width, window_width=window_width, num_tokens=chunk, max_chunk=chunk),
+        *model.programs(batch=batch, width=width, window_width=window_width, num_tokens=chunk, max_chunk=max_chunk),
         *table_programs(num_rows=rows, max_pages=pages, num_cells=batch, mesh=mesh),
         *table_row_programs(num_rows=rows, max_pages=pages, batch=batch, width=width, mesh=mesh),
         *sampling_programs(num_rows=rows, batch=batch, mesh=mesh),

@@ -11,7 +11,7 @@ from app.core.sampling import MAX_LOGPROBS, SamplingParams
 from app.providers.testing import overridden
 from app.scheduling.engine import generate_all
 from app.scheduling.request import Request
-from tests.integration.test_families_cold_twin import arguments, files_of
+from tests.support.served_families import arguments, files_of
 from tests.support.tiered_engine import AlwaysWorth, file_fields
 
 PROMPT = np.random.default_rng(21).integers(0, MAX_LOGPROBS, 57).astype(np.int32)

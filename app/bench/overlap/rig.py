@@ -132,7 +132,7 @@ def overlap_rig(
             container.page_carriers.provider,
             container.device_pool,
             providers.ThreadSafeSingleton(RecordedLane, container.storage_lane, recorder),
-            container.storage.provided.attach_again,
+            container.storage,
             copies=providers.Object(lambda carriers: RecordedCopies(copies(carriers), recorder)),
         )
 

@@ -10,6 +10,7 @@ from app.models.decoder import Decoder, DecoderLayer
 from app.models.families.fields import Fields, model_config, rope
 from app.models.families.parts import Rows, Taps
 from app.models.families.transformer import around, gated_ffn, grouped_attention, norm_of, norm_plan
+from app.models.layers.recurrence import DECAY_DTYPE
 from app.models.layers.state_space import StateSpace, StateSpaceWeights
 from app.models.mixers.recurrence import RecurrentMixer
 from app.models.weight_plan import LAYER, TensorPlan
@@ -119,7 +120,7 @@ def _space_plans(width: int, shape: StateSpaceShape) -> StateSpaceWeights:
         return TensorPlan(f"{module}.in_proj.weight", (axis, "embed"), (count, width), own, stored)
 
     def of_heads(tensor: str) -> TensorPlan:
-        return TensorPlan(f"{module}.{tensor}", ("heads",), (heads,))
+        return TensorPlan(f"{module}.{tensor}", ("heads",), (heads,), dtype=DECAY_DTYPE)
 
     plans: dict[str, Any] = {
         "gate": product(0, inner, "heads"),

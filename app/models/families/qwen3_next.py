@@ -12,6 +12,7 @@ from app.models.families.parts import HeadRows, Rows, Taps
 from app.models.families.transformer import around, gated_ffn, grouped_attention, norm_of, norm_plan
 from app.models.ffns.experts import SharedExpertFfn
 from app.models.layers.gated_delta import GatedDeltaNet, GatedDeltaWeights
+from app.models.layers.recurrence import DECAY_DTYPE
 from app.models.mixers.recurrence import RecurrentMixer
 from app.models.weight_plan import LAYER, TensorPlan
 
@@ -130,7 +131,8 @@ def _delta_plans(width: int, shape: GatedDeltaShape) -> GatedDeltaWeights:
 
     def by_key_head(tensor: str) -> TensorPlan:
         own = HeadRows(Rows(key_heads, 0, group))
-        return TensorPlan(f"{module}.{tensor}", ("heads", "group"), (key_heads, group), own, (value_heads,))
+        shape = (key_heads, group)
+        return TensorPlan(f"{module}.{tensor}", ("heads", "group"), shape, own, (value_heads,), dtype=DECAY_DTYPE)
 
     both, all_four = 2 * group, 2 * (of_key + of_value)
     plans: dict[str, Any] = {

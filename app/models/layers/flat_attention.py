@@ -42,6 +42,10 @@ class FlatAttention(Protocol):
         """For one program: called on one rank's share."""
         ...
 
+    def told_apart(self, max_chunk: int) -> int:
+        """What `extend` makes of it: where this is the same, so is the program."""
+        ...
+
 
 def write_layer(kv: FlatKV, k: jax.Array, v: jax.Array, places: TokenPlaces, pages_a_layer: int) -> FlatKV:
     """Store T tokens' keys and values, (T, kv_heads, head_dim) as stored, in this layer's pages."""

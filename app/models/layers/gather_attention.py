@@ -33,6 +33,9 @@ class GatherAttention:
 
         return attend
 
+    def told_apart(self, max_chunk: int) -> int:
+        return max_chunk
+
     @property
     def _pages_a_layer(self) -> int:
         return self._spec.num_pages + 1

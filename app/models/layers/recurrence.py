@@ -16,6 +16,9 @@ from app.models.steps import ExtendRows
 
 BLOCK = 64  # tokens of a row that are computed at once, a power of two; measured on CPU: 32 to 128 are about as quick
 
+# Of what decays are made of. exp(x) makes a relative error out of the absolute one of x, and every token adds its own.
+DECAY_DTYPE = "float32"
+
 Inputs = TypeVar("Inputs")
 States = tuple[jax.Array, ...]
 

@@ -22,6 +22,7 @@ from app.models.layers.ragged_attention import RaggedAttention
 from app.models.random_weights import RandomWeights
 from app.tpu.kv_pool import MHATokenToKVPool
 from app.tpu.mesh import make_mesh
+from tests.support.compiling import compiled_programs
 from tests.support.llama_rig import Rows, open_llama, small_config, spec_of
 from tests.support.ragged_reference import ragged_reference
 
@@ -79,6 +80,19 @@ PAIRS = [
     for kind in FIELDS
     for driver in DRIVERS
 ]
+
+
+@pytest.mark.parametrize(("attention_of", "num_programs"), [(ragged, 1), (GatherAttention, 2)])
+def test_only_programs_that_differ_are_compiled_for_different_chunks(attention_of: Any, num_programs: int) -> None:
+    config = small_config()
+    runner, pool = open_looped(
+        config, spec_of(config, page_size=4, num_pages=NUM_PAGES), attention_of, LoopOverLayers()
+    )
+    rows = Rows(runner, pool, num_rows=2, num_pages=8)
+    with compiled_programs() as compiled:
+        for max_chunk in (16, 32):
+            rows.extend([0], [TOKENS[0, :9]], [0], num_tokens=32, max_chunk=max_chunk)
+    assert compiled.count("jit(_extend)") == num_programs
 
 
 @cache

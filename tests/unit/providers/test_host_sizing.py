@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
 
-from app.config.model_config import Component, ModelConfig, StateArray
+from app.config.model_config import Component, LatentShape, ModelConfig, StateArray
 from app.config.server_args import ServerArgs
 from app.core.transfers import PageCounts
 from app.errors import ConfigError
@@ -17,6 +20,8 @@ from app.models.families.table import num_parameters
 from app.providers import host_sizing, hybrid, sizing
 from app.providers.host_sizing import HostSize, Specs
 from app.providers.tier_demand import NO_DEMAND, TierDemand
+from app.tpu.hybrid_layout import HybridSpec
+from app.tpu.mesh import DATA_AXIS, TENSOR_AXIS
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -41,6 +46,12 @@ RECURRENT = replace(
     layer_components=(frozenset({Component.FULL}), frozenset({Component.RECURRENT})),
     recurrent_state=(StateArray(shape=(8, 8)),),
 )
+LATENT = replace(
+    MODEL,
+    head_dim=24,
+    latent=LatentShape(latent_dim=16, rope_dim=8, plain_dim=8, value_dim=8, score_scale=0.25),
+)
+PARTLY_SHARED = replace(RECURRENT, recurrent_state=(StateArray(shape=(8, 8), sharded_axis=0), StateArray(shape=(3, 4))))
 WEIGHTS = 4 * num_parameters(MODEL)
 STEP = 12_345
 PAGE = 16 * 2 * 2 * 2 * 16 * 4  # bytes: tokens, keys and values, layers, KV heads, head_dim, float32
@@ -57,7 +68,8 @@ def one_of_each(args: ServerArgs, model: ModelConfig) -> Specs:
 
 def demand_of(args: ServerArgs, model: ModelConfig = MODEL, platform: str = "cpu") -> TierDemand:
     chunk_tokens = sizing.scheduler_limits(args, model).chunk_tokens
-    return host_sizing.tier_demand(args, model, platform, one_of_each(args, model), chunk_tokens)
+    attention = sizing.attention_choice(args, model, platform, "float32", "float32")
+    return host_sizing.tier_demand(args, model, platform, attention, one_of_each(args, model), chunk_tokens)
 
 
 def pages(args: ServerArgs, memory: int, platform: str = "cpu") -> int:
@@ -234,3 +246,45 @@ def test_a_host_pool_in_memory_of_its_own_must_fit_the_host(mocker):
 def test_pages_of_several_ranks_are_counted_together():
     args = tiers(tp_size=4)  # two KV heads, each kept twice
     assert host_sizing.bytes_of_each(one_of_each(args, MODEL)).pages == 2 * PAGE
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED, RECURRENT, PARTLY_SHARED, LATENT])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_page_takes_what_all_ranks_hold_of_it(model, tp_size):
+    """Counted shard by shard, of the arrays that the pools are made of."""
+    full, window, states = one_of_each(tiers(tp_size=tp_size), model)
+    mesh: Any = AbstractMesh((1, tp_size), (DATA_AXIS, TENSOR_AXIS))
+    kinds = HybridSpec(full=full, window=window, states=states).abstract(mesh)
+
+    def a_page(arrays: Any) -> int:
+        """All ranks' shares of one index of the first axis, which is the pages'."""
+        shares = [math.prod(leaf.sharding.shard_shape(leaf.shape)[1:]) for leaf in jax.tree.leaves(arrays)]
+        return tp_size * 4 * sum(shares)
+
+    assert host_sizing.bytes_of_each(Specs(full, window, states)) == tuple(a_page(arrays) for arrays in kinds)
+
+
+def test_latents_of_several_ranks_take_more_memory_on_device_and_host_and_no_more_storage():
+    one, four = (one_of_each(tiers(tp_size=ranks), LATENT).pages for ranks in (1, 4))
+    assert (one.held_bytes, four.held_bytes) == (one.page_bytes, 4 * one.page_bytes)
+    assert four.page_bytes == one.page_bytes
+    sizes = [size_of(tiers(tp_size=ranks, hicache_size=40.5 * four.held_bytes / 1e9), 1000, LATENT) for ranks in (1, 4)]
+    assert [size.counts.pages for size in sizes] == [162, 40]
+    demand = demand_of(tiers(tp_size=4), LATENT)
+    room = 1000 * four.held_bytes
+    assert hybrid.bytes_a_page(tiers(tp_size=4), LATENT, four, None, None) == four.held_bytes
+    assert demand.fitting_pages(room, four.held_bytes) < 1000 / (1 + tiers().hicache_ratio)
+
+
+def test_pages_that_a_tpu_cannot_copy_alone_are_refused_before_anything_is_sized():
+    served_by_kernel = replace(MODEL, head_dim=128, num_kv_heads=4)
+    with pytest.raises(ConfigError, match=r"^--page-size=1 is not allowed: 2 or more with --enable-hierarchical-cache"):
+        demand_of(tiers(page_size=1), MODEL, "tpu")
+    for allowed in (
+        demand_of(tiers(page_size=2), MODEL, "tpu"),
+        demand_of(tiers(page_size=1), served_by_kernel, "tpu"),
+        demand_of(tiers(page_size=1), LATENT, "tpu"),
+        demand_of(tiers(page_size=1), MODEL, "cpu"),
+    ):
+        assert allowed.staging_bytes > 0
+    assert demand_of(ServerArgs(page_size=1), MODEL, "tpu") is NO_DEMAND

@@ -6,18 +6,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_mock import MockerFixture
 
-from app.runtime.buckets import DecodeShape, ExtendShape, PowersOfTwo, ReachableShapes, bucket
+from app.models.layers.attention import QUERY_BLOCK
+from app.models.layers.recurrence import BLOCK
+from app.runtime import buckets
+from app.runtime.buckets import MAX_CHUNK, DecodeShape, ExtendShape, PowersOfTwo, ReachableShapes, bucket
 
 
 def shapes_of(page_size: int, max_pages: int, num_rows: int, chunk_tokens: int) -> ReachableShapes:
-    buckets = PowersOfTwo(page_size=page_size, max_pages=max_pages)
-    return ReachableShapes(buckets=buckets, num_rows=num_rows, chunk_tokens=chunk_tokens)
+    powers = PowersOfTwo(page_size=page_size, max_pages=max_pages)
+    return ReachableShapes(buckets=powers, num_rows=num_rows, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize(("count", "smallest", "size"), [(0, 2, 2), (1, 2, 2), (2, 2, 2), (3, 2, 4), (64, 16, 64)])
 def test_a_bucket_is_the_next_power_of_two(count: int, smallest: int, size: int) -> None:
     assert bucket(count, smallest) == size
+
+
+def test_chunks_that_a_layer_takes_in_blocks_are_not_told_apart() -> None:
+    """The largest bucket of a chunk stands for the blocks of every kind of layer."""
+    assert max(QUERY_BLOCK, BLOCK) == MAX_CHUNK
+    shapes = shapes_of(16, 512, 16, 512)  # the bundled model's, by default
+    assert [shapes.buckets.chunk(longest) for longest in (1, 17, 128, 129, 512)] == [16, 32, 128, 128, 128]
+    assert len(shapes.extends()) == 370
 
 
 def test_sizes_end_with_the_one_that_holds_the_largest() -> None:
@@ -32,33 +44,35 @@ def test_sizes_end_with_the_one_that_holds_the_largest() -> None:
     page_size=st.integers(1, 40),
     max_pages=st.integers(1, 60),
     num_rows=st.integers(1, 9),
-    chunk_tokens=st.integers(1, 100),
+    chunk_tokens=st.integers(1, 600),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_whatever_a_step_needs_is_listed(
     page_size: int, max_pages: int, num_rows: int, chunk_tokens: int, seed: int
 ) -> None:
     shapes = shapes_of(page_size, max_pages, num_rows, chunk_tokens)
-    buckets, random = shapes.buckets, np.random.default_rng(seed)
+    rounded, random = shapes.buckets, np.random.default_rng(seed)
     context = page_size * max_pages
     rows = int(random.integers(1, min(num_rows, chunk_tokens) + 1))
     lengths = np.minimum(random.multinomial(chunk_tokens - rows, np.full(rows, 1 / rows)) + 1, context)
     longest = int(random.integers(lengths.max(), context + 1))
 
-    decode = DecodeShape(buckets.rows(rows), buckets.pages(longest))
+    decode = DecodeShape(rounded.rows(rows), rounded.pages(longest))
     extend = ExtendShape(
-        buckets.rows(rows),
-        buckets.tokens(int(lengths.sum())),
-        buckets.chunk(int(lengths.max())),
-        buckets.pages(longest),
+        rounded.rows(rows),
+        rounded.tokens(int(lengths.sum())),
+        rounded.chunk(int(lengths.max())),
+        rounded.pages(longest),
     )
 
     assert decode in shapes.decodes()
     assert extend in shapes.extends()
 
 
-def test_no_shape_is_listed_that_no_step_has() -> None:
+@pytest.mark.parametrize("most_chunk", [MAX_CHUNK, 16])
+def test_no_shape_is_listed_that_no_step_has(mocker: MockerFixture, most_chunk: int) -> None:
     """Against every step of a small engine."""
+    mocker.patch.object(buckets, "MAX_CHUNK", most_chunk)
     shapes = shapes_of(16, 24, 3, 40)
     found = set()
     for first in range(1, 41):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,6 @@ from app.tpu.page_carriers import GROUP_SIZES, gather_each
 from app.tpu.pool_layout import ArrayPerLayer, PoolLayout
 from tests.support.compiling import compiled_programs
 from tests.support.forced_devices import run_on_eight_devices
-from tests.support.kernel_cases import slow
 from tests.support.page_cases import (
     HYBRIDS,
     LAYOUTS,
@@ -31,6 +31,10 @@ from tests.support.page_round_trip import SHARED_KINDS, backed_up, differences
 MESH = make_mesh(1, "cpu")
 MORE_THAN_A_GROUP = GROUP_SIZES[0] + 1
 FEWER = 2
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def plain(dtype: str = "float32", page_size: int = 2) -> PagedPool:
