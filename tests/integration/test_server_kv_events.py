@@ -57,6 +57,12 @@ def tiers_hold(server: RunningServer, seed: bytes) -> dict[str, set[int]]:
     return pages
 
 
+def storage_of(asker: Asker) -> dict[str, Any]:
+    told = asker.http.get("/hicache/storage-backend").raise_for_status().json()
+    assert isinstance(told, dict)
+    return told
+
+
 def test_a_listener_knows_what_each_tier_holds() -> None:
     tiers = {
         "cache_type": None,
@@ -80,7 +86,8 @@ def test_a_listener_knows_what_each_tier_holds() -> None:
             assert {name: known[name] for name in ("GPU", "CPU_PINNED")} == tiers_hold(
                 server, server.parts.tiers.seed(DEFAULT_NAMESPACE)
             )
-            assert len(known["EXTERNAL"]) >= len(known["CPU_PINNED"]) > len(known["GPU"]) > 0
+            assert len(known["CPU_PINNED"]) > len(known["GPU"]) > 0
+            assert len(known["EXTERNAL"]) == storage_of(asker)["usage"]["num_values"] > 0
             events = [event for batch in listener.messages.values() for event in batch.events]
             assert {type(event) for event in events} >= {BlockStored, BlockRemoved}
             stored = next(event for event in events if isinstance(event, BlockStored))
