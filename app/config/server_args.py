@@ -108,7 +108,7 @@ class ServerArgs:
     """Part of the memory that weights, KV pool and a step may take together; by default 0.9 on TPU and 0.7 on CPU."""
 
     warmup: Warmup = "auto"
-    """Compiled before requests: nothing, copies between tiers, decode steps too, or all. auto: decode on TPU, else copies."""
+    """Compiled before requests: nothing, copies of tiers, decode steps too, all. auto: decode on TPU, else copies."""
 
     check_invariants: bool = False
     """Check every invariant after every step; slow, for tests and debugging."""
