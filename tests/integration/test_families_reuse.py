@@ -98,8 +98,8 @@ def test_every_way_of_reuse_gives_what_is_computed_cold(family: str, page_size: 
     with cold_twin(family, **cold_sizes(page_size)) as cold, served_family(family, **sizes(page_size)) as site:
         one_conversation(site, cold, page_size, step_of(family, page_size))
         retractions, cached = crowded_turns(site, cold, page_size)
-        assert retractions > 0
-        assert cached > 0 or page_size == 64  # six such pages keep no turn
+        # Of six pages of 64 tokens, rows that wait for one another's keep no turn, and need not give way.
+        assert page_size == 64 or (retractions > 0 and cached > 0)
 
 
 @pytest.mark.slow
