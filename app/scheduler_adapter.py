@@ -251,16 +251,18 @@ class SchedulerAdapter:
         first = lease.shared
         lease.shared = published
         held, cached = lease.pages.view()[first:published], result.pages[first:published]
-        duplicates = held != cached
-        differs = bool(duplicates.any())
+        differs = held.tobytes() != cached.tobytes()  # as bytes, which is quicker than `!=` and `any`
         if differs:
-            self._allocator.free(held[duplicates])
+            self._allocator.free(held[held != cached])
             held[:] = cached
-        window_pages = NO_PAGES
         if self._windows is not None:
             differs |= self._windows.publish(request_id, result.window_pages)
+        if not differs:
+            return Published(published)
+        window_pages = NO_PAGES
+        if self._windows is not None:
             window_pages = self._windows.held_pages(request_id)[first:published].copy()
-        return Published(published, first, cached, window_pages) if differs else Published(published)
+        return Published(published, first, cached, window_pages)
 
     def drop_snapshot(self, snapshot: int) -> None:
         """A snapshot that a plan took is of no use; 0 is none."""

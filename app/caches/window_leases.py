@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.caches.base import NO_PAGES
 from app.caches.page_list import PageList
 from app.core.ports import TokenAllocator
 from app.core.sliding_window import WindowRows, first_needed_page, pages_seen
@@ -97,9 +98,10 @@ class WindowLeases:
         """
         held = self._held[request_id]
         pages = held.pages.view()
-        own = pages[held.shared : cached.size]
-        duplicates = own[(own != 0) & (own != cached[held.shared :])]
-        if duplicates.size:
+        own, theirs = pages[held.shared : cached.size], cached[held.shared :]
+        duplicates = NO_PAGES
+        if own.tobytes() != theirs.tobytes():  # as bytes, which is quicker than `!=`
+            duplicates = own[(own != 0) & (own != theirs)]
             self._allocator.free(duplicates)
         # What the cache may drop at any time is not this request's to read, nor to offer again.
         locked = first_needed_page(cached.size * self._page_size, self._window, self._page_size)

@@ -130,7 +130,7 @@ class TreeCore:
             held = "evicted" if node.epoch == EVICTED else f"epoch {node.epoch}"
             raise StaleHandleError(what="match of", held=held, current=f"epoch {self.receipts.epoch}")
         for component in self.components:
-            if not component.still_holds(found):
+            if found is not component.latest and not component.holds(found):  # what was given out last is there
                 raise StaleHandleError(
                     what="match of", held=f"evicted {component.kind}", current=f"epoch {self.receipts.epoch}"
                 )

@@ -128,10 +128,6 @@ class TreeComponent(ABC):
 
     # -- what a lock holds ----------------------------------------------------------------------------------------
 
-    def still_holds(self, found: MatchResult | InsertResult) -> bool:
-        """As `holds`; O(1) for what the tree gave out last."""
-        return found is self.latest or self.holds(found)
-
     def isolate(self, node: TreeNode, split: Split) -> None:  # noqa: B027  most parts cannot be divided
         """Split a node, so that `lock` holds little more than the prefix that ends at `node` needs."""
 
@@ -140,9 +136,9 @@ class TreeComponent(ABC):
 
         It is all there. O(nodes from `reach` on).
         """
-        first = node
+        parts, first = self.parts, node
         for at in upwards(node, self.reach(node)):
-            part = self.parts[at]
+            part = parts[at]
             part.lock_ref += 1
             if part.lock_ref == 1:
                 self.order.remove(at)

@@ -103,7 +103,7 @@ class WindowComponent(TreeComponent):
         ValueError for a gap after its first page.
         """
         first = pages.size - int(np.count_nonzero(pages))
-        if np.count_nonzero(pages[first:]) != pages.size - first:
+        if first and np.count_nonzero(pages[first:]) != pages.size - first:
             given = np.flatnonzero(pages)
             gaps = pages.size - int(given[0]) - given.size
             raise ValueError(f"window_pages has {gaps} zeros after its first page")
@@ -154,12 +154,11 @@ class WindowOffer:
             self.component.give(at, self.pages[begin : at.end // page_size].astype(np.int32))
 
     def named(self, node: TreeNode) -> dict[str, Any]:
-        end = node.end // self.component.page_size
+        parts, end = self.component.parts, node.end // self.component.page_size
         pages = np.zeros(end, np.int32)
         for at in upwards(node, 0):
-            part = self.component.parts.get(at)
             begin = end - at.pages.size
-            if part is not None:
-                pages[begin:end] = part.ids
+            if at in parts:
+                pages[begin:end] = parts[at].ids
             end = begin
         return {"window_pages": pages}
