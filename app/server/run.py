@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -127,6 +128,9 @@ async def serve(
         if serving.done():
             await serving  # raises what stopped it
         if await _unless_asked_to_stop(_make_ready(parts, engine, told), shutdown):
+            # What is there now stays: no collection of garbage shall look through it while requests are served.
+            gc.collect()
+            gc.freeze()
             gate.open()
             ready(_url(listening))
         await shutdown.asked()
@@ -139,6 +143,7 @@ async def serve(
         listening.close()
         await engine.stop()
         texts.close()
+        gc.unfreeze()
     return 0 if engine.failure is None else 1
 
 

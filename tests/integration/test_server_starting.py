@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -60,15 +61,18 @@ def test_it_says_that_it_starts_and_takes_requests_once_it_has_started() -> None
         for path in ("/v1/models", "/metrics", "/"):
             assert (await client.get(path)).status_code == 200
         assert not ready.done()
+        assert not gc.get_freeze_count()
 
         runner.release()
         await ready
+        assert gc.get_freeze_count()  # what is there by now is looked at no more
         assert (await client.get("/health")).status_code == 200
         assert (await client.post(COMPLETIONS, json=body(prompt="x"))).status_code == 200
 
     code, told = while_starting(runner, use, warmup="decode")
 
     assert code == 0
+    assert not gc.get_freeze_count()
     fractions = [fraction for _, fraction in told]
     assert fractions == sorted(fractions)
     assert [what for what, _ in told if "decode, 4 rows, 32 pages" in what]
