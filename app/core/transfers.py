@@ -140,7 +140,16 @@ class TransferPlan:
     @property
     def is_empty(self) -> bool:
         """Nothing moves, is let go of, or is waited for."""
-        return not (self.free_host.counts() or self.cancels or self.numbers() or self.wait_s)
+        return not (
+            self.backups
+            or self.restores
+            or self.stores
+            or self.lookups
+            or self.fetches
+            or self.cancels
+            or self.wait_s
+            or (self.free_host is not NO_IDS and self.free_host.counts())
+        )
 
 
 NO_TRANSFERS = TransferPlan()

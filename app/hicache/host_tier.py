@@ -20,7 +20,15 @@ import numpy as np
 import structlog
 
 from app.core.handles import CacheIdentity, Generation
-from app.core.transfers import OfEachPool, PageIds, PreparedTransfers, TierLimits, TransferEnd, TransferPlan
+from app.core.transfers import (
+    NO_IDS,
+    OfEachPool,
+    PageIds,
+    PreparedTransfers,
+    TierLimits,
+    TransferEnd,
+    TransferPlan,
+)
 from app.errors import IntegrityError, OwnershipError
 from app.hicache.backups import Backups
 from app.hicache.copy_rates import CopyWarmUp
@@ -102,20 +110,16 @@ class HostTier:
         OwnershipError for a number that is under way or named twice, for a source that is not filled, and for freeing a
         page that is still being written; DoubleFreeError or ForeignPageError for freeing what nobody freed.
         """
-        numbers = transfers.numbers()
-        if not numbers and not any(transfers.free_host.counts()):
+        if transfers.is_empty:
             return
+        numbers = transfers.numbers()
         under_way = self._backups.numbers | self._restores.numbers | self._storage.numbers
         for number in numbers:
             if number in under_way:
                 raise OwnershipError(what=f"transfer {number}", reason="its number is another transfer's")
             under_way.add(number)
-        self._host.check_recorded(transfers.free_host)
-        written = joined_ids(self._backups.targets() + self._storage.targets())
-        for freed, in_flight in zip(transfers.free_host, written, strict=True):
-            early = np.intersect1d(freed, in_flight)
-            if early.size:
-                raise OwnershipError(what=f"host pages {early[:8].tolist()}", reason="freed while they are written")
+        if any(transfers.free_host.counts()):
+            self._check_frees(transfers.free_host)
         for restore in transfers.restores:
             self._host.get(restore.source)
         for store in transfers.stores:
@@ -150,11 +154,12 @@ class HostTier:
 
         Raises what the device raises: then the pool is lost, and `device_lost` comes next.
         """
-        transfers = self._unlaunched.pop(batch_id)
         now = self._clock()
-        self._ends += self._backups.launch([backup.number for backup in transfers.backups], now)
-        self._restores.launch([restore.number for restore in transfers.restores])
-        self._ends += self._storage.launch(transfers)
+        transfers = self._unlaunched.pop(batch_id, None)
+        if transfers is not None:
+            self._ends += self._backups.launch([backup.number for backup in transfers.backups], now)
+            self._restores.launch([restore.number for restore in transfers.restores])
+            self._ends += self._storage.launch(transfers)
         self._restored += self._restores.advance(now)
 
     def launched(self) -> None:
@@ -163,12 +168,22 @@ class HostTier:
 
     def undo(self, batch_id: int) -> None:
         """Its batch is discarded: what it reserved is free again, and none of it ends. Frees and cancels stay."""
-        transfers = self._unlaunched.pop(batch_id)
+        transfers = self._unlaunched.pop(batch_id, None)
+        if transfers is None:
+            return  # it moves nothing
         for backup in transfers.backups:
             self._backups.undo(backup.number)
         for restore in transfers.restores:
             self._restores.undo(restore.number)
         self._storage.undo(transfers)
+
+    def _check_frees(self, freed: PageIds) -> None:
+        self._host.check_recorded(freed)
+        written = joined_ids(self._backups.targets() + self._storage.targets())
+        for pages, in_flight in zip(freed, written, strict=True):
+            early = pages[np.isin(pages, in_flight)] if in_flight.size else in_flight
+            if early.size:
+                raise OwnershipError(what=f"host pages {early[:8].tolist()}", reason="freed while they are written")
 
     # -- what is under way -------------------------------------------------------------------------------------------
 
@@ -253,7 +268,8 @@ class HostTier:
 
     def restoring(self) -> PageIds:
         """Device pages that restores are to write."""
-        return joined_ids(self._restores.targets())
+        targets = self._restores.targets()
+        return joined_ids(targets) if targets else NO_IDS
 
     def counters(self) -> TierCounters:
         """A copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from app.core.batch import BatchPlan, PreparedBatch
 from app.core.transfers import (
     NOTHING_PREPARED,
+    Backup,
     OfEachPool,
     PageCounts,
     PageIds,
@@ -17,6 +19,7 @@ from app.core.transfers import (
 )
 from app.errors import ConfigError, OwnershipError
 from app.hicache.host_tier import HostTier
+from app.hicache.parts import joined_ids
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
@@ -66,19 +69,14 @@ class TierMoves:
         The source of a backup may be in the plan's own free lists: it is read before anybody gets the page. A page that
         a restore is to write may be in neither.
         """
-        transfers = plan.transfers
-        self._tiers.check_plan(transfers)
+        self._tiers.check_plan(plan.transfers)
         freed = PageIds(plan.free_pages, plan.free_window_pages, plan.free_states)
         restoring = self._tiers.restoring()
-        for gone, written in zip(freed, restoring, strict=True):
-            _refuse_common(gone, written, "freed while a restore is to write it")
-        for backup in transfers.backups:
-            for allocator, source, gone, written in zip(self._allocators, backup.source, freed, restoring, strict=True):
-                _refuse_common(source, written, "backed up while a restore is to write it")
-                if allocator is not None:
-                    allocator.check_held_or(source, gone)
-                elif source.size:
-                    raise OwnershipError(what=f"backup {backup.number}", reason="the model has no such pages")
+        if any(restoring.counts()):
+            for gone, written in zip(freed, restoring, strict=True):
+                _refuse_common(gone, written, "freed while a restore is to write it")
+        if plan.transfers.backups:
+            self._check_backups(plan.transfers.backups, freed, restoring)
 
     def restored_counts(self, plan: BatchPlan) -> PageCounts:
         """Device pages that the plan's restores take."""
@@ -87,6 +85,8 @@ class TierMoves:
 
     def reserve(self, batch_id: int, plan: BatchPlan) -> PreparedTransfers:
         """Of a plan that was checked, also for capacity, and whose frees of device pages are applied."""
+        if plan.transfers.is_empty:
+            return NOTHING_PREPARED
         targets = tuple(
             PageIds(*(self._allocate(*each) for each in zip(self._allocators, restore.source.counts(), strict=True)))
             for restore in plan.transfers.restores
@@ -120,6 +120,16 @@ class TierMoves:
 
     def check_integrity(self) -> None:
         self._tiers.check_integrity()
+
+    def _check_backups(self, backups: Sequence[Backup], freed: PageIds, restoring: PageIds) -> None:
+        sources = joined_ids([backup.source for backup in backups])
+        for allocator, source, gone, written in zip(self._allocators, sources, freed, restoring, strict=True):
+            _refuse_common(source, written, "backed up while a restore is to write it")
+            if allocator is not None:
+                allocator.check_held_or(source, gone)
+            elif source.size:
+                numbers = [backup.number for backup in backups]
+                raise OwnershipError(what=f"backups {numbers}", reason="the model has no such pages")
 
     @staticmethod
     def _allocate(allocator: PagedTokenToKVPoolAllocator | None, count: int) -> np.ndarray:

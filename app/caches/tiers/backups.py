@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,13 @@ from app.core.transfers import Backup, PageCounts, PageIds, TierLimits, Transfer
 MAX_OFFERS = 1024
 MAX_OFFERS_A_PLAN = 64
 _ENDS_TRIED = 32  # of those that a prefix can be cut to, so that it fits
+
+
+class _Offer(NamedTuple):
+    """num_begun: pages of `key` that were copied for it already, or are about to be."""
+
+    key: RadixKey
+    num_begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class Backups:
         self._tally = tally
         self._policy = settings.write_policy
         self._min_hits = settings.write_min_hits if settings.write_policy == "write_through_selective" else 0
-        self._offers: deque[RadixKey] = deque()
+        self._offers: deque[_Offer] = deque()
         self._last_offer: RadixKey | None = None
         self._leaving: list[Leaving] = []
         self._leaving_pages = 0
@@ -184,8 +192,8 @@ class Backups:
         """The plan was not prepared, so what it was to free is there yet: all goes with the next."""
         if not self._drafted:
             return
-        offered = [begun.key for begun, left in self._drafted if left is None]
-        self._offers.extendleft(reversed(offered))
+        offered = [_Offer(begun.key) for begun, left in self._drafted if left is None]
+        self._offers = deque([*offered, *(_Offer(each.key) for each in self._offers)])
         self._leaving = [left for _, left in self._drafted if left is not None] + self._leaving
         self._forget_draft()
 
@@ -245,12 +253,13 @@ class Backups:
         if len(self._offers) >= MAX_OFFERS:
             self._tally.backup_drops["queue_full"] += 1
             return
-        self._offers.append(key)
+        self._offers.append(_Offer(key))
 
     def _forget_rest(self, key: RadixKey) -> None:
         """Offers that continue `key`, which could not be copied: or they were tried again, and fail, plan by plan."""
-        kept = [each for each in self._offers if each.namespace != key.namespace or not each.raw.startswith(key.raw)]
-        self._offers = deque(kept)
+        self._offers = deque(
+            each for each in self._offers if each.key.namespace != key.namespace or not each.key.raw.startswith(key.raw)
+        )
 
     def _is_worth(self, node: TreeNode, lacking: Lack | None) -> bool:
         """And nothing above has to be asked for again, while the same plan is made."""
@@ -275,22 +284,25 @@ class Backups:
         for _ in range(min(len(self._offers), MAX_OFFERS_A_PLAN)):
             if allowed <= 0:
                 return
-            key = self._offers.popleft()
+            key, num_begun = offer = self._offers.popleft()
             lacking = self._lack_of(key)
             if lacking is None:
+                continue
+            if lacking.present < num_begun:
+                self._tally.backup_drops["gone"] += 1  # and it would be again: the host cannot keep so much
                 continue
             num_pages = key.num_tokens // self._needs.page_size
             span = self._longest(lacking, num_pages, min(room, max(allowed, least)))
             if span is None:
                 if self._longest(lacking, num_pages, self._limits.staging_bytes) is not None:
-                    self._offers.appendleft(key)  # it would fit if less were under way
+                    self._offers.appendleft(offer)  # it would fit if less were under way
                     return
                 continue
             span = self._begin(key, span, self._lock_parents(key, span), None)
             if not span.num_pages:
                 continue
             if span.end < num_pages and self._needs.is_plain:
-                self._offers.append(key)  # the rest, another time
+                self._offers.append(_Offer(key, span.end))  # the rest, another time
             num_bytes = self._bytes(span)
             room, allowed, least = room - num_bytes, allowed - num_bytes, 0
 
@@ -304,12 +316,10 @@ class Backups:
 
         None if there is no such, or nothing is lacking.
         """
-        ends = lacking.ends(self._needs, num_pages)
-        if not ends.size:
-            return None
         if self._needs.is_plain:
-            span = self._cut(lacking.part(self._needs, int(ends[-1])), room)
+            span = self._cut(lacking.part(self._needs, num_pages), room)
             return span if span.num_pages else None
+        ends = lacking.ends(self._needs, num_pages)
         for end in ends[: -1 - _ENDS_TRIED : -1].tolist():
             span = lacking.part(self._needs, end)
             if span.num_pages and self._bytes(span) <= room:
@@ -329,10 +339,10 @@ class Backups:
         """Draft a backup of as much of `span` as the host can make room for. -> that."""
         if not span.num_pages:
             return self._not_begun("staging_full", span, receipt)
-        if self._needs.is_plain:
-            span = span.head(self._host.reachable().pages)
-        if not span.num_pages or not self._host.make_room(span.counts()):
-            return self._not_begun("no_room", span, receipt)
+        if not self._host.make_room(self._counts(span)):
+            span = span.head(self._host.reachable().pages if self._needs.is_plain else 0)
+            if not span.num_pages or not self._host.make_room(self._counts(span)):
+                return self._not_begun("no_room", span, receipt)
         begun = BackupUnderWay(next(self._numbers), self._head(key, span.end), span, receipt, left is not None)
         self._drafted.append((begun, left))
         return span
@@ -350,6 +360,9 @@ class Backups:
         for begun, _ in self._drafted:
             self._host.unlock(begun.receipt)
         self._drafted.clear()
+
+    def _counts(self, span: Span) -> PageCounts:
+        return PageCounts(span.num_pages) if self._needs.is_plain else span.counts()
 
     def _bytes(self, span: Span) -> int:
         if self._needs.is_plain:

@@ -70,7 +70,7 @@ def shared_pages(one: RadixKey, other: RadixKey, page_bytes: int) -> int:
 def _might_extend(each: Coming, key: RadixKey, present: int, page_bytes: int) -> bool:
     """Whether it has the page at index `present`, by looking at no other page."""
     at = slice(present * page_bytes, (present + 1) * page_bytes)
-    return _reaches(each, present) and key.raw[at] == each.key.raw[at]
+    return _reaches(each, present) and key.uncut[at] == each.key.uncut[at]
 
 
 def _reaches(each: Coming, present: int) -> bool:

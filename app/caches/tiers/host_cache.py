@@ -6,6 +6,7 @@ runtime's --- prepare --->  in flight (of a backup, a fetch)  --- insert --->  t
 
 from __future__ import annotations
 
+from operator import add, gt
 from typing import NamedTuple
 
 import numpy as np
@@ -158,21 +159,11 @@ class HostCache:
 
         -> whether; False evicts nothing. What is locked stays.
         """
-        if any(need > most for need, most in zip(counts, self.reachable(), strict=True)):
-            return False
-        tree = self._tree
-        short = counts.pages - self.available().pages
-        if short > 0:
-            short -= tree.evict_spare(short)
-        if short > 0:
-            tree.evict(short)
-        short = counts.window_pages - self.available().window_pages
-        if short > 0:
-            tree.evict_window(short)
-        short = counts.states - self.available().states
-        if short > 0:
-            tree.evict_states(short)
-        self._promised = PageCounts(*(sum(each) for each in zip(self._promised, counts, strict=True)))
+        if any(map(gt, counts, self.available())):
+            if any(map(gt, counts, self.reachable())):
+                return False
+            self._evict_for(counts)
+        self._promised = PageCounts(*map(add, self._promised, counts))
         return True
 
     def end_plan(self) -> None:
@@ -204,6 +195,20 @@ class HostCache:
         self._tree.check_integrity()
 
     # -- within
+
+    def _evict_for(self, counts: PageCounts) -> None:
+        tree = self._tree
+        short = counts.pages - self.available().pages
+        if short > 0:
+            short -= tree.evict_spare(short)
+        if short > 0:
+            tree.evict(short)
+        short = counts.window_pages - self.available().window_pages
+        if short > 0:
+            tree.evict_window(short)
+        short = counts.states - self.available().states
+        if short > 0:
+            tree.evict_states(short)
 
     def _insert_plain(self, key: RadixKey, span: Span, present: int) -> Span:
         """Where any prefix is usable, and no page is missing in the middle."""

@@ -86,8 +86,6 @@ class Lack(NamedTuple):
 
     def ends(self, needs: Needs, num_pages: int) -> np.ndarray:
         """(n,) ascending: the counts of pages, `num_pages` at most, of prefixes that could be made usable there."""
-        if needs.is_plain:
-            return np.array([min(num_pages, self.here.end)] if self.here.end > self.present else [], np.int64)
         ends = needs.usable_ends(self.here, min(self.present, num_pages - 1))
         return ends[ends <= num_pages]
 

@@ -24,8 +24,14 @@ class RestoreChoice:
     """Optimistic until it knows the rates of a restore and of a prompt."""
 
     def __init__(self) -> None:
-        self.rates = Rates()
+        self._restored_bytes_per_s: float | None = None
+        self._prompt_tokens_per_s: float | None = None
+        self._steps_per_s: float | None = None
         self._refused = 0
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self._restored_bytes_per_s, self._prompt_tokens_per_s, self._steps_per_s)
 
     def is_worth(self, *, num_bytes: int, num_tokens: int) -> bool:
         """To move so many bytes, and be admitted one step later, rather than to compute so many tokens. O(1)."""
@@ -44,19 +50,17 @@ class RestoreChoice:
 
     def begin_at(self, restored_bytes_per_s: float) -> None:
         """What was measured before there were requests; from there on, by what is seen."""
-        self.rates = self.rates._replace(restored_bytes_per_s=restored_bytes_per_s)
+        self._restored_bytes_per_s = restored_bytes_per_s
 
     def note_restore(self, *, num_bytes: int, seconds: float) -> None:
         """One landed."""
         if num_bytes and seconds > 0:
-            rate = smoothed(self.rates.restored_bytes_per_s, num_bytes / seconds)
-            self.rates = self.rates._replace(restored_bytes_per_s=rate)
+            self._restored_bytes_per_s = smoothed(self._restored_bytes_per_s, num_bytes / seconds)
 
     def note_step(self, *, prompt_tokens: int, seconds: float) -> None:
         """A step took so long and computed so many tokens of prompts."""
         if seconds <= 0:
             return
-        self.rates = self.rates._replace(steps_per_s=smoothed(self.rates.steps_per_s, 1.0 / seconds))
+        self._steps_per_s = smoothed(self._steps_per_s, 1.0 / seconds)
         if prompt_tokens:
-            rate = smoothed(self.rates.prompt_tokens_per_s, prompt_tokens / seconds)
-            self.rates = self.rates._replace(prompt_tokens_per_s=rate)
+            self._prompt_tokens_per_s = smoothed(self._prompt_tokens_per_s, prompt_tokens / seconds)

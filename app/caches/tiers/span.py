@@ -34,6 +34,8 @@ class Span(NamedTuple):
 
     def ids(self) -> PageIds:
         """What is there, in order."""
+        if not (self.window_pages.size or self.states.size):
+            return PageIds(_nonzero(self.pages))
         return PageIds(_nonzero(self.pages), _nonzero(self.window_pages), _nonzero(self.states))
 
     def counts(self) -> PageCounts:
@@ -51,11 +53,15 @@ class Span(NamedTuple):
 
     def head(self, num_pages: int) -> Span:
         """Its first pages."""
+        if num_pages >= self.pages.size:
+            return self
         return Span(self.first, *(array[:num_pages] for array in self[1:]))
 
     def tail(self, first: int) -> Span:
         """What of it is at page index `first` and after."""
-        skipped = max(first - self.first, 0)
+        skipped = first - self.first
+        if skipped <= 0:
+            return self
         return Span(self.first + skipped, *(array[skipped:] for array in self[1:]))
 
     def trimmed(self) -> Span:

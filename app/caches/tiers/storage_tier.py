@@ -32,6 +32,9 @@ class StorageIntents:
     fetches: tuple[Fetch, ...] = ()
 
 
+NO_INTENTS = StorageIntents()
+
+
 class StorageTier:
     """Belongs to the cache's tiers, which tell it what happens and ask it for each plan. Single-threaded.
 
@@ -67,6 +70,7 @@ class StorageTier:
             clock=clock,
             totals=self._totals,
         )
+        self._has_drafted = False  # whether the plan that is being made has anything of it
 
     # -- the storage -------------------------------------------------------------------------------------------------
 
@@ -133,6 +137,9 @@ class StorageTier:
 
     def draft(self) -> StorageIntents:
         """What the next plan carries. `prepared` or `refused` follows."""
+        self._has_drafted = self.is_urgent
+        if not self._has_drafted:
+            return NO_INTENTS
         return StorageIntents(
             cancels=self._prefetches.draft_cancels(),
             fetches=self._prefetches.draft_fetches(),
@@ -142,13 +149,15 @@ class StorageTier:
 
     def prepared(self, fetches: tuple[PageIds | None, ...]) -> None:
         """The drafted plan was. fetches: the host pages of each, which are held here until its end; None: refused."""
-        self._prefetches.prepared(fetches)
-        self._stores.prepared()
+        if self._has_drafted:
+            self._prefetches.prepared(fetches)
+            self._stores.prepared()
 
     def refused(self) -> None:
         """The drafted plan was not prepared: what it carried goes with a later one."""
-        self._prefetches.refused()
-        self._stores.refused()
+        if self._has_drafted:
+            self._prefetches.refused()
+            self._stores.refused()
 
     def ended(self, end: TransferEnd) -> bool:
         """-> whether the transfer was one of this tier's."""

@@ -23,10 +23,11 @@ from app.caches.tiers.counters import TierCounters, TierTally
 from app.caches.tiers.host_cache import HostCache
 from app.caches.tiers.ports import RestoredTokens
 from app.caches.tiers.restores import Restores
-from app.caches.tiers.storage_tier import StorageTier
+from app.caches.tiers.storage_tier import NO_INTENTS, StorageTier
 from app.caches.tree.node import TreeNode
 from app.core.keys import Namespace, RadixKey
 from app.core.transfers import (
+    NO_TRANSFERS,
     PageCounts,
     PageIds,
     PreparedTransfers,
@@ -70,7 +71,7 @@ class Tiers:
         self._backups.matched(key, found)
 
     def leaving(self, node: TreeNode) -> None:
-        self._catch_up()
+        self._catch_up_host()  # the device tells of its own nodes only
         self._backups.leaving(node)
 
     # -- what a scheduler asks, see CacheTiers
@@ -143,8 +144,11 @@ class Tiers:
         restores = self._restores.draft()
         backups = self._backups.draft(restoring_bytes=self._restores.bytes_in_flight)
         intents = self._storage.draft()
+        free_host = self.host.recorded_frees()
+        if not (restores or backups or wait_s or any(free_host.counts())) and intents is NO_INTENTS:
+            return NO_TRANSFERS
         return TransferPlan(
-            free_host=self.host.recorded_frees(),
+            free_host=free_host,
             cancels=intents.cancels,
             backups=backups,
             restores=restores,

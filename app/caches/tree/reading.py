@@ -22,7 +22,7 @@ def num_present(tree: TreeCore, key: RadixKey) -> int:
     root = tree.roots.get(key.namespace)
     if root is None:
         return 0
-    _, end, _, shared = descend(root, key.raw, _whole_pages(tree, key), tree.page_bytes)
+    _, end, _, shared = descend(root, key.uncut, _whole_pages(tree, key), tree.page_bytes)
     return end // tree.page_bytes + shared
 
 
@@ -31,7 +31,7 @@ def last_on_path(tree: TreeCore, key: RadixKey) -> TreeNode | None:
     root = tree.roots.get(key.namespace)
     if root is None:
         return None
-    node, _, partial, _ = descend(root, key.raw, _whole_pages(tree, key), tree.page_bytes)
+    node, _, partial, _ = descend(root, key.uncut, _whole_pages(tree, key), tree.page_bytes)
     last = partial or node
     return None if last.parent is None else last
 
@@ -59,7 +59,7 @@ def span_of_key(
     root = tree.roots.get(key.namespace)
     if root is None:
         return Span(first, NO_PAGES)
-    node, end, partial, shared = descend(root, key.raw, _whole_pages(tree, key), tree.page_bytes)
+    node, end, partial, shared = descend(root, key.uncut, _whole_pages(tree, key), tree.page_bytes)
     num_pages = end // tree.page_bytes + shared
     return span_above(partial or node, num_pages, first, tree.page_size, window, states)
 
@@ -108,4 +108,4 @@ def key_of_node(node: TreeNode) -> RadixKey:
 
 def _whole_pages(tree: TreeCore, key: RadixKey) -> int:
     """In bytes."""
-    return len(key.raw) // tree.page_bytes * tree.page_bytes
+    return key.num_tokens // tree.page_size * tree.page_bytes
