@@ -52,6 +52,9 @@ class RetiredPages(NamedTuple):
         return int((self.ends - self.firsts).sum())
 
 
+_NOTHING = RetiredPages(*(np.empty(0, np.int32) for _ in RetiredPages._fields))
+
+
 class WindowRows:
     """How far the window pages of each request row are retired. The runtime and control each keep one, and tell it the
     same things in the same order, so that they agree without a message.
@@ -67,6 +70,7 @@ class WindowRows:
         self._retired = np.zeros(num_rows, np.int32)
         self._settled = np.zeros(num_rows, np.int32)
         self._is_somebodys = np.zeros(num_rows, np.bool_)
+        self._due: RetiredPages | None = None  # None when it must be counted anew
 
     def begin(self, row: int, num_shared: int) -> None:
         """The row starts with so many pages of the cache."""
@@ -74,31 +78,38 @@ class WindowRows:
         self._retired[row] = 0
         self._settled[row] = num_shared * self._page_size
         self._is_somebodys[row] = True
+        self._due = None
 
     def end(self, rows: int | np.ndarray) -> None:
         """The rows are nobody's: nothing of them retires, though a step of theirs may still be read."""
         self._is_somebodys[rows] = False
         self._num_shared[rows] = self._retired[rows] = self._settled[rows] = 0
+        self._due = None
 
     def share(self, rows: int | np.ndarray, num_shared: int | np.ndarray) -> None:
         """The first pages of these rows are the cache's now, at least as many as before."""
         self._num_shared[rows] = num_shared
+        self._due = None
 
     def settle(self, rows: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
         """The step that computed the last of so many tokens of these rows was read."""
         self._settled[rows] = num_tokens
+        self._due = None
 
     def due(self) -> RetiredPages:
-        """What `retire` would retire now. O(rows), whatever their lengths."""
-        frontiers = first_needed_page(self._settled, self._window, self._page_size)
-        begins = np.maximum(self._num_shared, self._retired)
-        rows = np.flatnonzero(self._is_somebodys & (frontiers > begins))
-        return RetiredPages(rows, begins[rows], frontiers[rows])
+        """What `retire` would retire now. O(rows), whatever their lengths, once for what was told."""
+        if self._due is None:
+            frontiers = first_needed_page(self._settled, self._window, self._page_size)
+            begins = np.maximum(self._num_shared, self._retired)
+            rows = np.flatnonzero(self._is_somebodys & (frontiers > begins))
+            self._due = RetiredPages(rows, begins[rows], frontiers[rows])
+        return self._due
 
     def retire(self) -> RetiredPages:
         """Every row's own pages before its frontier stop being its own."""
         due = self.due()
         self._retired[due.rows] = due.ends
+        self._due = _NOTHING
         return due
 
     def first_own(self, row: int) -> int:

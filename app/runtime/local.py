@@ -185,8 +185,7 @@ class LocalRuntime:
             )
             handle.started(self._dispatcher.run(reservation.plan, rows, deltas, self._buckets))
             self._moves.launched()
-        except Exception as error:
-            # The device may raise anything; whatever it is, the pool was lent and is gone.
+        except Exception as error:  # whatever the device raised, the pool was lent and is gone
             self._lose_pool(prepared.batch_id, f"{type(error).__name__}: {error}")
         return handle
 
