@@ -93,7 +93,6 @@ def state_of(
     snapshot = CacheSnapshot(
         page_size=16,
         reuses_prefixes=True,
-        capacity=1000,
         pages=PoolUse(free=250, cached_unlocked=500, cached_locked=150, held_by_requests=80, restoring=20),
         top=TopPrefixes(tuple(prefixes), len(prefixes), len(prefixes) if num_nodes is None else num_nodes),
         journal=JournalSnapshot(
