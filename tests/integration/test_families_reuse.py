@@ -114,9 +114,8 @@ def test_so_it_does_with_every_proportion_of_window_page_and_chunk(window: int, 
         crowded_turns(site, cold, page_size)
 
 
-@pytest.mark.parametrize(
-    "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in REAL]
-)
+@pytest.mark.slow  # with the fake models test_engine_hybrid.py and test_engine_aborts.py always do so
+@pytest.mark.parametrize("family", REAL)
 def test_an_abort_at_every_step_disturbs_nobody(family: str) -> None:
     """Waiting, between chunks, decoding, retracted: one of three requests goes, the others get their own answers."""
     statuses = set()
