@@ -36,7 +36,6 @@ class WindowLeases:
         self._rows = WindowRows(num_rows, window, allocator.page_size)
         self._held: dict[str, _Held] = {}
         self._by_row: dict[int, str] = {}
-        self._due: int | None = None  # pages that the next prepare retires; None when that must be counted anew
 
     @property
     def kept_pages(self) -> int:
@@ -45,9 +44,7 @@ class WindowLeases:
 
     def available(self) -> int:
         """Pages that the next prepare may hand out: free, recorded, and those that it retires first."""
-        if self._due is None:
-            self._due = self._rows.due().num_pages
-        return self._allocator.available() + self._due
+        return self._allocator.available() + self._rows.due().num_pages
 
     def num_own(self, request_id: str) -> int:
         """Pages that the request holds and the cache does not."""
@@ -72,7 +69,6 @@ class WindowLeases:
     def settle(self, rows: int | np.ndarray, num_tokens: int | np.ndarray) -> None:
         """A step was read that computed the last of so many tokens of these rows."""
         self._rows.settle(rows, num_tokens)
-        self._due = None
 
     def retire(self) -> list[str]:
         """A plan was prepared: the runtime has retired what was due. -> requests past the cache's window pages."""
@@ -84,7 +80,6 @@ class WindowLeases:
                 past.append(self._by_row[row])
                 pages[:first] = 0
             pages[first:end] = 0
-        self._due = 0
         return past
 
     def held_pages(self, request_id: str) -> np.ndarray:
@@ -109,7 +104,6 @@ class WindowLeases:
         pages[locked : cached.size] = cached[locked:]
         held.shared = cached.size
         self._rows.share(held.row, held.shared)
-        self._due = None
         return bool(duplicates.size)
 
     def release(self, request_id: str) -> None:
@@ -121,14 +115,12 @@ class WindowLeases:
         if held.row != NOBODY:
             self._rows.end(held.row)
             del self._by_row[held.row]
-        self._due = None
 
     def reset(self) -> None:
         """The pool is gone, and every request with it."""
         self._held.clear()
         self._by_row.clear()
         self._rows.clear()
-        self._due = None
 
     def own_page_ids(self) -> np.ndarray:
         """(n,) int32, for the ledger."""

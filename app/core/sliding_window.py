@@ -49,7 +49,7 @@ class RetiredPages(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        return int((self.ends - self.firsts).sum())
+        return int((self.ends - self.firsts).sum()) if self.rows.size else 0
 
 
 _NOTHING = RetiredPages(*(np.empty(0, np.int32) for _ in RetiredPages._fields))
