@@ -294,10 +294,12 @@ def test_an_interrupt_saves_what_was_measured(tmp_path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+# Ctrl-C counts, also where the tests run in the background of a shell that has it ignored by whoever it starts.
 _PROGRAM = """
-import sys
+import signal, sys
 from app.cli import main
 from tests.integration.test_bench_serve import COMMANDS
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(sys.argv[1:], COMMANDS))
 """
 
