@@ -242,13 +242,16 @@ class SchedulerAdapter:
             self.drop_snapshot(snapshot)
             return None
         result = self._insert(request_id, lease, settled, snapshot)
-        published = result.pages.size
-        if published <= lease.shared:
+        if result.pages.size <= lease.shared:
             return None
         receipt = self._cache.lock(result)
         self._cache.unlock(lease.receipt)
         lease.receipt = receipt
-        first = lease.shared
+        return self._hand_over(request_id, lease, result)
+
+    def _hand_over(self, request_id: str, lease: _Lease, result: InsertResult) -> Published:
+        """What was published is the cache's; where that has pages of its own, the request's are freed."""
+        published, first = result.pages.size, lease.shared
         lease.shared = published
         held, cached = lease.pages.view()[first:published], result.pages[first:published]
         differs = held.tobytes() != cached.tobytes()  # as bytes, which is quicker than `!=` and `any`
@@ -281,7 +284,11 @@ class SchedulerAdapter:
 
     def finish(self, request_id: str, settled: RadixKey) -> None:
         """Publish what is settled and let go of the rest. Nothing happens for a request that has no lease."""
-        self.publish(request_id, settled)
+        lease = self._leases.get(request_id)
+        if lease is not None and len(settled) // self._page_size > lease.shared:
+            result = self._insert(request_id, lease, settled, 0)
+            if result.pages.size > lease.shared:
+                self._hand_over(request_id, lease, result)  # nobody locks it: nobody reads it
         self.release(request_id)
 
     def release(self, request_id: str) -> None:

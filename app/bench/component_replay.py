@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from app.bench.tree import IDENTITY, NewReplay, TraceReplay, deps_of, full_pages_replay, known_type, reserve
+from app.bench.tree import IDENTITY, NewReplay, TraceReplay, deps_of, full_pages_replay, known_type, left_over, reserve
 from app.caches.base import NO_PAGES, InsertResult
 from app.caches.registry import CacheType
 from app.config.model_config import Component
@@ -86,7 +86,7 @@ class ComponentReplay(TraceReplay):
         super().__init__(cache_type.ctor(deps), allocator)
 
     def _cycle(self, prompt: np.ndarray, settled: np.ndarray) -> int:
-        cache, port, page_size = self.cache, self.allocator.port, self.cache.page_size
+        cache, page_size = self.cache, self.cache.page_size
         key = RadixKey.of(settled)
         prompt_key = key.head(prompt.size)
 
@@ -96,19 +96,18 @@ class ComponentReplay(TraceReplay):
         chunk_ends = range((found.num_tokens // CHUNK_TOKENS + 1) * CHUNK_TOKENS, prompt.size, CHUNK_TOKENS)
         for end in (*chunk_ends, settled.size):
             num_pages, shared = end // page_size, pages.size
-            pages = np.concatenate([pages, self._take(self.allocator, num_pages - pages.size, cache.evict)])
+            taken = self._take(self.allocator, -(-end // page_size) - pages.size, cache.evict)
+            pages = np.concatenate([pages, taken])
             window = np.concatenate([window, self._take(self._windows, num_pages - window.size, cache.evict_window)])
             state = self._take(self._snapshots, 1, cache.evict_states)
             snapshot = int(state[0]) if state.size else 0
             insert = partial(cache.insert, key.head(num_pages * page_size), pages, window, snapshot)
             published = self._timed("insert", insert)
-            longer = self._timed("lock", partial(cache.lock, published))
-            self._timed("unlock", partial(cache.unlock, receipt))
-            receipt = longer
-            self._free_duplicates(published, pages[shared:], window[shared:], state)
-            pages, window = published.pages, self._in_reach(published)
-        tail = self._take(self.allocator, -(-settled.size // page_size) - pages.size, cache.evict)
-        port.free(tail)
+            self._free_left_over(published, pages, window, shared, state)
+            if end < settled.size:
+                longer = self._timed("lock", partial(cache.lock, published))
+                self._timed("unlock", partial(cache.unlock, receipt))
+                receipt, pages, window = longer, published.pages, self._in_reach(published)
         self._timed("unlock", lambda: cache.unlock(receipt))
         return found.num_tokens
 
@@ -123,13 +122,13 @@ class ComponentReplay(TraceReplay):
             self._timed(evict.__name__, lambda: evict(shortfall))
         return reserve(allocator, count)
 
-    def _free_duplicates(
-        self, published: InsertResult, pages: np.ndarray, window: np.ndarray, state: np.ndarray
+    def _free_left_over(
+        self, published: InsertResult, pages: np.ndarray, window: np.ndarray, shared: int, state: np.ndarray
     ) -> None:
-        """Of what was taken since the last publication, free what the cache had already."""
-        self.allocator.port.free(_others(pages, published.pages))
+        """Of what was taken since the first `shared` pages were published, free what the cache did not adopt."""
+        self.allocator.port.free(left_over(pages, shared, published.pages))
         if self._windows is not None:
-            self._windows.port.free(_others(window, published.window_pages))
+            self._windows.port.free(left_over(window, shared, published.window_pages))
         if self._snapshots is not None and not published.state_adopted:
             self._snapshots.port.free(state)
 
@@ -138,11 +137,6 @@ class ComponentReplay(TraceReplay):
         window = published.window_pages.copy()
         window[: first_needed_page(published.num_tokens, WINDOW_TOKENS, self.cache.page_size)] = 0
         return window
-
-
-def _others(pages: np.ndarray, cached: np.ndarray) -> np.ndarray:
-    """Those of the last pages of a prefix that are not the cache's."""
-    return pages[pages != cached[cached.size - pages.size :]]
 
 
 def _pool(num_pages: int, page_size: int, *, wanted: bool) -> PagedTokenToKVPoolAllocator | None:

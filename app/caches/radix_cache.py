@@ -16,7 +16,6 @@ from app.caches.tree.eviction import Leaving, evict_pages, nobody_watches
 from app.caches.tree.integrity import check_tree
 from app.caches.tree.policies.choice import make_eviction_order
 from app.config.model_config import Component
-from app.core.handles import CacheIdentity
 from app.core.keys import Namespace, RadixKey
 from app.core.ports import TokenAllocator
 from app.errors import LockedPageError
@@ -44,7 +43,7 @@ class RadixCache(BasePrefixCache):
         super().__init__(deps)
         self._pools = pools
         self._leaving = leaving
-        self._seen = self._seen_now()
+        self._identity = deps.token_allocator.identity
         self._live_tree = TreeCore(
             capacity=deps.token_allocator.capacity,
             page_size=deps.page_size,
@@ -106,7 +105,7 @@ class RadixCache(BasePrefixCache):
         return inspection.explain_miss(self._tree(), key, num_matched)
 
     def reset(self) -> None:
-        self._seen = self._seen_now()
+        self._identity = self.token_allocator.identity
         self._live_tree.reset()
 
     def flush(self) -> int:
@@ -119,22 +118,18 @@ class RadixCache(BasePrefixCache):
         check_tree(self._tree(), page_size=self.page_size)
 
     def _tree(self) -> TreeCore:
-        """The tree, emptied first if its pages belonged to a pool that is gone."""
-        for allocator, identity in self._seen:
-            if allocator.identity != identity:
-                self.reset()
-                break
+        """The tree, emptied first if its pages belonged to a pool that is gone.
+
+        A runtime makes all pools at once, so the identity of one tells of all.
+        """
+        if self.token_allocator.identity != self._identity:
+            self.reset()
         return self._live_tree
 
     def _evict_pages(self, num_pages: int, leaving: Leaving) -> int:
         pages = evict_pages(self._tree(), num_pages, leaving)
         self._free(pages)
         return int(pages.size)
-
-    def _seen_now(self) -> tuple[tuple[TokenAllocator, CacheIdentity], ...]:
-        """Every pool, and the identity under which its ids mean what the tree holds."""
-        allocators = [self.token_allocator, *(allocator for _, allocator in self._pools)]
-        return tuple((allocator, allocator.identity) for allocator in allocators)
 
     def _free(self, pages: np.ndarray) -> None:
         """Give back full pages that left the tree, and all that components let go of."""

@@ -189,14 +189,25 @@ class TreeCore:
         for offer in offers:
             offer.refuse(partial or node, present, count)
         if adopted.size:
-            self.owned.claim(adopted)
+            self.owned.adopt(self.owned.adoptable(adopted))
         if partial is not None:
             node = self._split(partial, shared)
         make_as_urgent(node, key.priority)
+        shared = node
         if adopted.size:
-            node = self._attach(node, raw[present * self.page_bytes : count * self.page_bytes], adopted, key.priority)
+            begin = present
+            for component in self.components:
+                cut = component.front(begin, count)
+                if cut > begin:
+                    edge = raw[begin * self.page_bytes : cut * self.page_bytes]
+                    node = self._attach(node, edge, adopted[: cut - begin].copy(), key.priority)
+                    begin, adopted = cut, adopted[cut - begin :].copy()
+            node = self._attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
             offer.adopt(node, self._split)
+        if shared is not node:
+            for component in self.components:
+                component.touch(shared)
         runs = self._refresh(node, 0)
         named: dict[str, Any] = {}
         for offer in offers:

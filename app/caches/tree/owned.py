@@ -14,33 +14,40 @@ class OwnedIds:
     overwritten shows. Nothing else reads them, so they are never cleared.
     """
 
-    __slots__ = ("_kind", "_owned", "_places")
+    __slots__ = ("_counting", "_kind", "_owned", "_places")
 
     def __init__(self, capacity: int, kind: str) -> None:
         """`kind`: what the ids name, in words for an error: "page"."""
         self._owned = np.zeros(capacity + 1, np.bool_)
         self._owned[0] = True  # padding, or the state of no tokens: nobody's, never to be adopted
         self._places = np.empty(capacity + 1, np.int32)
+        self._counting = np.arange(capacity + 1, dtype=np.int32)
         self._kind = kind
 
-    def refuse(self, ids: np.ndarray) -> None:
-        """OwnershipError if one of `ids`, (n,) int32, is here already, twice, or of another pool. Changes nothing."""
-        index = self._free_index(ids)
-        if ids.size == 1:
-            return
-        places = np.arange(ids.size, dtype=np.int32)
-        self._places[index] = places
-        if self._places.take(index).tobytes() != places.tobytes():
+    def adoptable(self, ids: np.ndarray) -> np.ndarray:
+        """`ids`, (n,) int32, for `adopt`. OwnershipError if one of them is here already. Changes nothing."""
+        index = ids.astype(np.intp)  # once: numpy would do it for each use
+        try:
+            taken = self._owned.take(index)
+        except IndexError:
+            raise ForeignPageError(pages=tuple(ids.tolist()), capacity=self._owned.size - 1) from None
+        if b"\x01" in taken.tobytes():  # quicker than `any`
+            raise OwnershipError(
+                pages=tuple(ids[taken].tolist()), reason=f"{self._kind}: cached already under other tokens, or padding"
+            )
+        return index
+
+    def adoptable_once(self, ids: np.ndarray) -> np.ndarray:
+        """The same; OwnershipError also if one of them is named twice."""
+        index = self.adoptable(ids)
+        if self._names_one_twice(index):
             named, times = np.unique(ids, return_counts=True)
             raise OwnershipError(pages=tuple(named[times > 1].tolist()), reason=f"{self._kind}: given for two places")
+        return index
 
-    def claim(self, ids: np.ndarray) -> None:
-        """`ids` are the tree's from now on. OwnershipError and no change if one of them was already."""
-        self._owned[self._free_index(ids)] = True
-
-    def add(self, ids: np.ndarray) -> None:
-        """`ids`, refused before by nobody, are the tree's from now on."""
-        self._owned[ids.astype(np.intp)] = True
+    def adopt(self, adoptable: np.ndarray) -> None:
+        """What `adoptable` returned is the tree's from now on."""
+        self._owned[adoptable] = True
 
     def release(self, ids: np.ndarray) -> None:
         """`ids` are the tree's no more."""
@@ -54,14 +61,11 @@ class OwnedIds:
         """(n,) the ids held, ascending. O(capacity); for checks."""
         return np.flatnonzero(self._owned[1:]) + 1
 
-    def _free_index(self, ids: np.ndarray) -> np.ndarray:
-        index = ids.astype(np.intp)  # once: numpy would do it for each use
-        try:
-            taken = self._owned.take(index)
-        except IndexError:
-            raise ForeignPageError(pages=tuple(ids.tolist()), capacity=self._owned.size - 1) from None
-        if b"\x01" in taken.tobytes():  # quicker than `any`
-            raise OwnershipError(
-                pages=tuple(ids[taken].tolist()), reason=f"{self._kind}: cached already under other tokens, or padding"
-            )
-        return index
+    def _names_one_twice(self, index: np.ndarray) -> bool:
+        if index.size < 2:
+            return False
+        places = self._counting[: index.size]
+        if places.size < index.size:
+            return True
+        self._places[index] = places
+        return self._places.take(index).tobytes() != places.tobytes()

@@ -23,11 +23,10 @@ def test_ids_are_refused_that_are_held_or_named_twice_and_no_others(offered: lis
 
         if here or twice:
             with pytest.raises(OwnershipError) as refusal:
-                owned.refuse(given_ids)
+                owned.adoptable_once(given_ids)
             assert set(refusal.value.pages) == (here or twice)
         else:
-            owned.refuse(given_ids)
-            owned.add(given_ids)
+            owned.adopt(owned.adoptable_once(given_ids))
             held.update(ids)
 
         assert set(owned.ids().tolist()) == held
@@ -36,9 +35,9 @@ def test_ids_are_refused_that_are_held_or_named_twice_and_no_others(offered: lis
 @pytest.mark.parametrize("ids", [[CAPACITY + 1], [1, CAPACITY + 1]])
 def test_an_id_of_another_pool_is_refused(ids: list[int]) -> None:
     with pytest.raises(ForeignPageError):
-        OwnedIds(CAPACITY, "page").refuse(np.array(ids, np.int32))
+        OwnedIds(CAPACITY, "page").adoptable(np.array(ids, np.int32))
 
 
 def test_padding_is_never_adopted() -> None:
     with pytest.raises(OwnershipError):
-        OwnedIds(CAPACITY, "page").refuse(np.array([0], np.int32))
+        OwnedIds(CAPACITY, "page").adoptable(np.array([0], np.int32))

@@ -135,6 +135,7 @@ def test_without_a_snapshot_only_what_is_usable_already_is_published(
 def test_a_snapshot_in_two_places_is_refused_before_any_change(rig: CacheRig) -> None:
     # given
     stored = publish(rig, range(16))
+    num_nodes = rig.cache.num_nodes
 
     # when
     own = rig.take(4)
@@ -143,7 +144,7 @@ def test_a_snapshot_in_two_places_is_refused_before_any_change(rig: CacheRig) ->
         with pytest.raises(OwnershipError) as refusal:
             rig.cache.insert(key_of(tokens), own, window, stored.state)
         assert tuple(refusal.value.pages) == (stored.state,)
-        assert rig.cache.num_nodes == 1
+        assert rig.cache.num_nodes == num_nodes
     with pytest.raises(ForeignPageError, match=r"1\.\.64"):
         rig.cache.insert(key_of(range(90, 106)), own, window, 65)
     with pytest.raises(ValueError, match="snapshot 9 of 15 tokens"):

@@ -128,6 +128,13 @@ class TreeComponent(ABC):
 
     # -- what a lock holds ----------------------------------------------------------------------------------------
 
+    def front(self, first: int, end: int) -> int:
+        """Where new pages first .. end - 1 of one path are best divided: `isolate` would split a node of them there.
+
+        -> a page index; `first` if they are best kept in one node.
+        """
+        return first
+
     def isolate(self, node: TreeNode, split: Split) -> None:  # noqa: B027  most parts cannot be divided
         """Split a node, so that `lock` holds little more than the prefix that ends at `node` needs."""
 
@@ -173,11 +180,14 @@ class TreeComponent(ABC):
     # -- what a node owns -----------------------------------------------------------------------------------------
 
     def give(self, node: TreeNode, ids: np.ndarray) -> None:
-        """A node that has no part gets one: ids that `owned` was asked to refuse."""
-        self.owned.add(ids)
+        """A node that has no part gets one: ids that `owned` has already."""
         self.parts[node] = Part(ids)
-        self.order.add(node)
+        self.enter(node)
         self.evictable += ids.size
+
+    def enter(self, node: TreeNode) -> None:
+        """A node that got its part enters the order; `touch` follows for those that the new prefix needs."""
+        self.order.add(node)
 
     # -- what eviction takes --------------------------------------------------------------------------------------
 
@@ -230,13 +240,15 @@ class TreeComponent(ABC):
 
     def locks(self) -> dict[int, list[TreeNode]]:
         """The nodes whose part is locked, by receipt number. For checks."""
-        return {number: list(upwards(node, first)) for number, (node, first) in self._locks.items()}
+        return {number: upwards(node, first) for number, (node, first) in self._locks.items()}
 
 
-def upwards(node: TreeNode, first: int) -> Iterator[TreeNode]:
+def upwards(node: TreeNode, first: int) -> list[TreeNode]:
     """`node` and those above it that end after `first` tokens, the deepest first."""
-    at, end = node, node.end
-    while end > first and at.parent is not None:
-        yield at
-        end = at.start
+    path = []
+    at, first = node, max(first, 0)  # a root ends after none
+    while at.end > first:
+        path.append(at)
+        assert at.parent is not None
         at = at.parent
+    return path

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from app.caches.base import InsertResult, MatchResult
-from app.caches.tree.components.base import Split, TreeComponent, upwards
+from app.caches.tree.components.base import Split, TreeComponent
 from app.caches.tree.node import TreeNode
 from app.config.model_config import Component
 
@@ -38,10 +38,12 @@ class StateComponent(TreeComponent):
         if end == given_at:
             return end
         end = min(end, present)
-        for at in upwards(node, 0):
+        at: TreeNode | None = node
+        while at is not None and end > 0:
             if end == given_at or (end == at.end and at in self.parts):  # of a part of a node there is none
                 return end
             end = at.start
+            at = at.parent
         return 0
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -71,23 +73,25 @@ class StateComponent(TreeComponent):
 class StateOffer:
     """The snapshot that an insert brings, if it brings one."""
 
-    __slots__ = ("_adopted", "_component", "_num_tokens", "_state")
+    __slots__ = ("_adopted", "_component", "_num_tokens", "_state", "_wanted")
 
     def __init__(self, component: StateComponent, state: int, num_tokens: int) -> None:
         self._component = component
         self._state = state
         self._num_tokens = num_tokens
         self._adopted = False
+        self._wanted = np.empty(0, np.intp)  # what `refuse` found to be adoptable
 
     def longest(self, node: TreeNode, present: int, end: int) -> int:
         return self._component.longest_with(self._num_tokens if self._state else _NOWHERE, node, present, end)
 
     def refuse(self, node: TreeNode, present: int, count: int) -> None:
         if self._state:
-            self._component.owned.refuse(np.array([self._state], np.int32))
+            self._wanted = self._component.owned.adoptable(np.array([self._state], np.int32))
 
     def adopt(self, node: TreeNode, split: Split) -> None:
         if self._state and node.end == self._num_tokens and node not in self._component.parts:
+            self._component.owned.adopt(self._wanted)
             self._component.give(node, np.array([self._state], np.int32))
             self._adopted = True
 

@@ -7,7 +7,6 @@ min(W, m) of them have their window pages. What is before that may be gone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from app.caches.base import InsertResult, MatchResult
 from app.caches.tree.components.base import Part, Split, TreeComponent, upwards
 from app.caches.tree.node import TreeNode
 from app.caches.tree.policies.order import EvictionOrder
+from app.caches.tree.policies.unused_first import UnusedFirst
 from app.caches.tree.runs import joined
 from app.config.model_config import Component
 from app.core.sliding_window import first_needed_page
@@ -31,7 +31,8 @@ class WindowComponent(TreeComponent):
 
     def __init__(self, *, capacity: int, order: EvictionOrder, window: int, page_size: int) -> None:
         """`window`: W, in tokens."""
-        super().__init__(capacity=capacity, order=order)
+        self._order = UnusedFirst(order)
+        super().__init__(capacity=capacity, order=self._order)
         self.window = window
         self.page_size = page_size
 
@@ -49,26 +50,30 @@ class WindowComponent(TreeComponent):
         parts, window = self.parts, self.window
         if present < given_from and end - min(given_from, end) < window:
             end = present
-        at_end = present
-        for at in upwards(node, 0):
-            if at_end <= end - window:
-                break
+        at, at_end = node, present
+        while at_end > 0 and at_end > end - window:
             # What ends in a hole, or less than a window behind it, cannot be matched.
             if at.start < given_from and at not in parts and end - min(given_from, at_end) < window:
                 end = at.start
             at_end = at.start
+            assert at.parent is not None
+            at = at.parent
         return end
+
+    def front(self, first: int, end: int) -> int:
+        needed = first_needed_page(end * self.page_size, self.window, self.page_size)
+        return needed if needed - first >= end - needed else first
 
     def isolate(self, node: TreeNode, split: Split) -> None:
         """Where the window begins far inside a node. Nearer to its front a split would hold back less than it costs:
         windows that begin all over a shared prefix would shatter it.
         """
-        first_page = first_needed_page(node.end, self.window, self.page_size)
-        num_needed = node.end // self.page_size - first_page
+        end = node.end // self.page_size
         for at in upwards(node, self.reach(node)):
-            before = first_page - at.start // self.page_size
-            if before >= num_needed:
-                split(at, before)
+            first = at.start // self.page_size
+            needed = self.front(first, end)
+            if needed > first:
+                split(at, needed - first)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         part = self.parts.get(lower)
@@ -77,8 +82,15 @@ class WindowComponent(TreeComponent):
         num_pages = upper.pages.size
         self.parts[upper] = Part(part.ids[:num_pages].copy(), part.lock_ref)
         part.ids = part.ids[num_pages:].copy()
-        if not part.lock_ref:
-            self.order.split(lower, upper)
+        if part.lock_ref:
+            return
+        if upper.end <= self.reach(lower):
+            self._order.split_unused(lower, upper)
+        else:
+            self._order.split(lower, upper)
+
+    def enter(self, node: TreeNode) -> None:
+        self._order.add_unused(node)
 
     def named(self, node: TreeNode) -> dict[str, Any]:
         pages = np.zeros(node.end // self.page_size, np.int32)
@@ -93,6 +105,8 @@ class WindowComponent(TreeComponent):
         return found.window_pages[found.pages.size - needed.size :].tobytes() == needed.tobytes()
 
     def misplaced(self) -> Iterator[str]:
+        if self._order.num_pages != self.evictable:
+            yield f"the order counts {self._order.num_pages} pages of {self.evictable} that could be evicted"
         for node, part in self.parts.items():
             if part.ids.size != node.pages.size:
                 yield f"a node of {node.pages.size} pages has {part.ids.size} window pages"
@@ -119,42 +133,47 @@ class WindowComponent(TreeComponent):
         return pages[pages.size - count :]
 
 
-@dataclass(slots=True)
 class WindowOffer:
-    """The window pages that an insert brings, of which the tree takes those of its tombstones.
+    """The window pages that an insert brings, of which the tree takes those of its tombstones."""
 
-    pages: (n,) int32, by page index; there are none before `first`.
-    """
+    __slots__ = ("_component", "_first", "_pages", "_wanted")
 
-    component: WindowComponent
-    pages: np.ndarray
-    first: int
+    def __init__(self, component: WindowComponent, pages: np.ndarray, first: int) -> None:
+        """`pages`: (n,) int32, by page index; there are none before `first`."""
+        self._component = component
+        self._pages = pages
+        self._first = first
+        self._wanted: np.ndarray | None = None  # what `refuse` found to be adoptable
 
     def longest(self, node: TreeNode, present: int, end: int) -> int:
-        return self.component.longest_with(self.first * self.component.page_size, node, present, end)
+        return self._component.longest_with(self._first * self._component.page_size, node, present, end)
 
     def refuse(self, node: TreeNode, present: int, count: int) -> None:
-        page_size, parts = self.component.page_size, self.component.parts
-        wanted = [self.pages[max(present, self.first) : count]]
-        for at in upwards(node, self.first * page_size):
+        component, pages, first = self._component, self._pages, self._first
+        page_size, parts = component.page_size, component.parts
+        wanted = [pages[max(present, first) : count]]
+        for at in upwards(node, first * page_size):
             if at not in parts:
                 begin, end = at.start // page_size, min(at.end // page_size, present)
-                wanted.append(self.pages[max(begin, self.first) : end])
-        self.component.owned.refuse(joined(wanted))
+                wanted.append(pages[max(begin, first) : end])
+        self._wanted = component.owned.adoptable_once(joined(wanted))
 
     def adopt(self, node: TreeNode, split: Split) -> None:
-        page_size, parts = self.component.page_size, self.component.parts
-        for at in upwards(node, self.first * page_size):
+        component, first = self._component, self._first
+        page_size, parts = component.page_size, component.parts
+        assert self._wanted is not None
+        component.owned.adopt(self._wanted)
+        for at in upwards(node, first * page_size):
             if at in parts:
                 continue
             begin = at.start // page_size
-            if begin < self.first:
-                split(at, self.first - begin)  # `at` is the lower one
-                begin = self.first
-            self.component.give(at, self.pages[begin : at.end // page_size].astype(np.int32))
+            if begin < first:
+                split(at, first - begin)  # `at` is the lower one
+                begin = first
+            component.give(at, self._pages[begin : at.end // page_size].astype(np.int32))
 
     def named(self, node: TreeNode) -> dict[str, Any]:
-        parts, end = self.component.parts, node.end // self.component.page_size
+        parts, end = self._component.parts, node.end // self._component.page_size
         pages = np.zeros(end, np.int32)
         for at in upwards(node, 0):
             begin = end - at.pages.size
