@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import structlog
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 # Mixing float32 with float64, or int32 with a default integer, by accident is an error in tests. Read when jax loads.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+# How long an example takes says how busy the machine is, not whether the product is right.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

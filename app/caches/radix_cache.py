@@ -15,6 +15,7 @@ from app.caches.tree.core import TreeCore
 from app.caches.tree.eviction import Leaving, evict_pages, nobody_watches
 from app.caches.tree.integrity import check_tree
 from app.caches.tree.policies.choice import make_eviction_order
+from app.caches.tree.reading import page_ids
 from app.config.model_config import Component
 from app.core.keys import Namespace, RadixKey
 from app.core.ports import TokenAllocator
@@ -96,7 +97,7 @@ class RadixCache(BasePrefixCache):
         return self._evict_pages(num_pages, self._leaving)
 
     def cached_page_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._tree().page_ids()
+        return page_ids(self._tree())
 
     def top_prefixes(self, limit: int) -> TopPrefixes:
         return inspection.top_prefixes(self._tree(), limit)
@@ -111,7 +112,7 @@ class RadixCache(BasePrefixCache):
     def flush(self) -> int:
         tree = self._tree()
         if tree.protected_pages:
-            raise LockedPageError(pages=tuple(tree.page_ids()[1].tolist()))
+            raise LockedPageError(pages=tuple(page_ids(tree)[1].tolist()))
         return self._evict_pages(tree.evictable_pages, nobody_watches)
 
     def check_integrity(self) -> None:

@@ -189,6 +189,10 @@ class Decoder:
         """Elements of all weights."""
         return sum(plan.num_elements for plan, _ in self.plans())
 
+    def weight_bytes(self, dtype: str) -> int:
+        """Of all weights in a model of this dtype, over all ranks."""
+        return sum(plan.num_elements * jnp.dtype(plan.dtype or dtype).itemsize for plan, _ in self.plans())
+
     def embed(self, embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
         """(T,) int32 -> (T, embed). Each rank looks up the ids that its share of the vocabulary has."""
         own = token_ids - jax.lax.axis_index(TENSOR_AXIS) * embedding.shape[0]

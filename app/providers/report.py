@@ -6,8 +6,9 @@ from typing import Any
 
 from app.config.checks import advice, tier_advice
 from app.containers import Container
+from app.models.families.table import weight_bytes
 from app.providers.device import pool_layout
-from app.providers.sizing import pages_of_context, snapshot_interval, weight_bytes
+from app.providers.sizing import pages_of_context, snapshot_interval
 from app.providers.tier_report import tier_facts
 from app.providers.warmup import level_of_server, reachable_shapes, warmup_facts
 

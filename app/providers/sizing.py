@@ -12,7 +12,7 @@ from app.config.parallel import padded_kv_heads
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
-from app.models.families.table import num_parameters
+from app.models.families.table import weight_bytes
 from app.models.layers.attention_choice import AttentionChoice, AttentionKind, choose_attention
 from app.providers.tier_demand import NO_DEMAND, TierDemand, refused_beside_pool
 from app.scheduling.limits import SchedulerLimits
@@ -103,11 +103,6 @@ def attention_choice(
 def as_stored(page: PoolSpec, attention: AttentionChoice) -> PoolSpec:
     """The page with the padding that the attention asks for."""
     return replace(page, extra_kv_heads=attention.extra_kv_heads, extra_head_dim=attention.extra_head_dim)
-
-
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Over all ranks."""
-    return num_parameters(model) * (4 if dtype == "float32" else 2)
 
 
 def mem_fraction(args: ServerArgs, room: PoolRoom) -> float:

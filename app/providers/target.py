@@ -12,6 +12,7 @@ from app.config.model_config import ModelConfig
 from app.config.server_args import CHUNKING_OFF, ServerArgs
 from app.core.ports import PoolSpec
 from app.errors import ConfigError
+from app.models.families.table import weight_bytes
 from app.models.layers.attention_choice import AttentionChoice
 from app.models.layers.flat_attentions import flat_attention
 from app.providers import hybrid, sizing
@@ -132,7 +133,7 @@ def _layer_facts(program: Program, plan: TargetPlan) -> dict[str, Any]:
     """Of one device, with all that it holds meanwhile: weights and pools of other layers too."""
     compiled = _compiled(program, plan)
     ranks = plan.mesh.shape[TENSOR_AXIS]
-    held = (sizing.weight_bytes(plan.model, plan.dtype) + plan.pool_bytes) // ranks + plan.beside_bytes
+    held = (weight_bytes(plan.model, plan.dtype) + plan.pool_bytes) // ranks + plan.beside_bytes
     needed = held + compiled.temp_bytes
     if needed > plan.target.memory_bytes:
         allowed = f"what this fits: {program.name}: needs {needed:,} bytes of a device of {plan.target.memory_bytes:,}"

@@ -261,7 +261,7 @@ class ComponentMachine(RuleBasedStateMachine):
         assert (cache.evictable_states, cache.protected_states) == (evictable.size, protected.size)
         if cache._window is not None:
             assert [cache._window.parts[node].ids.tolist() for node in cache._window.order] == [
-                model.windows[node] for node in model.windows_oldest_first
+                model.windows[node] for node in (*model.unused_windows, *model.windows_oldest_first)
             ]
         if cache._states is not None:
             assert [cache._states.state_of(node) for node in cache._states.order] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.caches.tree.policies.unused_first import SHARE
 from app.core.keys import Namespace
 from tests.support.tree_model import ListModel, ListNode, Page
 
@@ -35,6 +36,7 @@ class ComponentModel(ListModel):
 
     windows, snapshots: what each node has; absent where it has none.
     windows_oldest_first, snapshots_oldest_first: the nodes whose part is unlocked, in order of eviction.
+    unused_windows: those whose window pages no prefix has needed yet, in the order in which they came.
     component_locks: by receipt number, beside `locks`.
     """
 
@@ -44,6 +46,7 @@ class ComponentModel(ListModel):
     snapshots: dict[ListNode, int] = field(default_factory=dict)
     windows_oldest_first: list[ListNode] = field(default_factory=list)
     snapshots_oldest_first: list[ListNode] = field(default_factory=list)
+    unused_windows: list[ListNode] = field(default_factory=list)
     component_locks: dict[int, ModelLock] = field(default_factory=dict)
 
     # -- what a match may use
@@ -93,14 +96,18 @@ class ComponentModel(ListModel):
         there = self.present(namespace, path)
         self._split_with_parts(namespace, path[:there])
         if there < count:
-            leaf = ListNode(namespace, path, there, pages[there:count])
-            self.nodes.append(leaf)
-            self.oldest_first.append(leaf)
+            needed = self._needed(count).start if self.window is not None else there
+            begin = needed if needed - there >= count - needed else there
+            for first, end in ((there, begin), (begin, count)):
+                if first < end:
+                    leaf = ListNode(namespace, path[:end], first, pages[first:end])
+                    self.nodes.append(leaf)
+                    self.oldest_first.append(leaf)
         self._split_tombstone(namespace, path, given_from)
         for node in reversed(self._on_path(namespace, path)):
             if self.window is not None and node not in self.windows and node.first >= given_from:
                 self.windows[node] = window[node.first : len(node.path)]
-                self.windows_oldest_first.append(node)
+                self.unused_windows.append(node)
         adopted = False
         if state and count == whole and path:
             end = self._ending_at(namespace, path)
@@ -109,6 +116,8 @@ class ComponentModel(ListModel):
                 self.snapshots[end] = state
                 self.snapshots_oldest_first.append(end)
                 adopted = True
+        if there < count:
+            self._touch(namespace, path[:there])  # another prefix began alike: so may a third
         self._touch(namespace, path)
         found = self._refresh(namespace, path)
         listed = [self._window_page(namespace, path, index) for index in range(count)] if self.window else []
@@ -131,6 +140,7 @@ class ComponentModel(ListModel):
             first = covering[0].first
         self.component_locks[number] = ModelLock(namespace, path, first)
         self.windows_oldest_first = [node for node in self.windows_oldest_first if not self.window_locked(node)]
+        self.unused_windows = [node for node in self.unused_windows if not self.window_locked(node)]
         self.snapshots_oldest_first = [node for node in self.snapshots_oldest_first if not self.state_locked(node)]
         return number
 
@@ -176,8 +186,15 @@ class ComponentModel(ListModel):
 
     def evict_window(self, num_pages: int) -> int:
         before = sum(map(len, self.windows.values()))
-        while before - sum(map(len, self.windows.values())) < num_pages and self.windows_oldest_first:
-            node = self.windows_oldest_first.pop(0)
+        while before - sum(map(len, self.windows.values())) < num_pages:
+            unused, used = (
+                sum(len(self.windows[node]) for node in nodes)
+                for nodes in (self.unused_windows, self.windows_oldest_first)
+            )
+            if not unused and not used:
+                break
+            is_over_its_share = SHARE * unused > unused + used
+            node = (self.unused_windows if is_over_its_share or not used else self.windows_oldest_first).pop(0)
             del self.windows[node]
             self._drop_useless(node)
         return before - sum(map(len, self.windows.values()))
@@ -193,7 +210,7 @@ class ComponentModel(ListModel):
     def reset(self) -> None:
         ListModel.reset(self)
         self.windows, self.snapshots, self.component_locks = {}, {}, {}
-        self.windows_oldest_first, self.snapshots_oldest_first = [], []
+        self.windows_oldest_first, self.snapshots_oldest_first, self.unused_windows = [], [], []
 
     # -- within
 
@@ -217,9 +234,11 @@ class ComponentModel(ListModel):
         on_path = reversed(self._on_path(namespace, path)) if path else ()
         for node in on_path:
             needed = self.window is not None and len(node.path) > self._needed(len(path)).start
-            if needed and node in self.windows_oldest_first:
-                self.windows_oldest_first.remove(node)
-                self.windows_oldest_first.append(node)
+            for held in (self.unused_windows, self.windows_oldest_first):
+                if needed and node in held:
+                    held.remove(node)
+                    self.windows_oldest_first.append(node)
+                    break
             if node.path == path and node in self.snapshots_oldest_first:
                 self.snapshots_oldest_first.remove(node)
                 self.snapshots_oldest_first.append(node)
@@ -239,7 +258,8 @@ class ComponentModel(ListModel):
                 kept = len(upper.pages)
                 self.windows[upper], self.windows[lower] = pages[:kept], pages[kept:]
                 if not self.window_locked(lower):
-                    self.windows_oldest_first.append(upper)
+                    is_unused = lower in self.unused_windows or len(upper.path) <= self._needed(len(lower.path)).start
+                    (self.unused_windows if is_unused else self.windows_oldest_first).append(upper)
 
     def _lower_of(self, upper: ListNode) -> list[ListNode]:
         return [
@@ -259,7 +279,8 @@ class ComponentModel(ListModel):
     def _remove(self, node: ListNode) -> list[int]:
         assert not self._lower_of(node), "not a leaf"
         self.nodes.remove(node)
-        for held in (self.oldest_first, self.windows_oldest_first, self.snapshots_oldest_first):
+        orders = (self.oldest_first, self.windows_oldest_first, self.unused_windows, self.snapshots_oldest_first)
+        for held in orders:
             if node in held:
                 held.remove(node)
         self.windows.pop(node, None)

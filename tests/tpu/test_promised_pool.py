@@ -9,7 +9,7 @@ import pytest
 from app.config.model_config import ModelConfig
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
-from app.providers.sizing import weight_bytes
+from app.models.families.table import weight_bytes
 from app.providers.target import STEP, plan_target, target_facts
 from app.tpu.compiled import compile_facts
 from app.tpu.gate import broken_fit

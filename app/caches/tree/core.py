@@ -193,7 +193,7 @@ class TreeCore:
         if partial is not None:
             node = self._split(partial, shared)
         make_as_urgent(node, key.priority)
-        shared = node
+        before = node
         if adopted.size:
             begin = present
             for component in self.components:
@@ -205,9 +205,9 @@ class TreeCore:
             node = self._attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
             offer.adopt(node, self._split)
-        if shared is not node:
+        if before is not node:
             for component in self.components:
-                component.touch(shared)
+                component.touch(before)  # where two prefixes part a third may part too
         runs = self._refresh(node, 0)
         named: dict[str, Any] = {}
         for offer in offers:
@@ -276,13 +276,6 @@ class TreeCore:
             if node.parent is not None:
                 yield node
             pending.extend(node.children.values())
-
-    def page_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """(evictable, protected) page ids, int32. O(pages)."""
-        unlocked, locked = [NO_PAGES], [NO_PAGES]
-        for node in self.nodes():
-            (locked if node.lock_ref else unlocked).append(node.pages)
-        return np.concatenate(unlocked), np.concatenate(locked)
 
     def _note_given(self, found: MatchResult | InsertResult) -> None:
         for component in self.components:

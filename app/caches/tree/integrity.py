@@ -9,6 +9,7 @@ import numpy as np
 from app.caches.tree.components.base import TreeComponent
 from app.caches.tree.core import TreeCore
 from app.caches.tree.node import TreeNode
+from app.caches.tree.reading import page_ids
 from app.core.keys import TOKEN_BYTES
 from app.errors import IntegrityError
 
@@ -78,7 +79,7 @@ def _order(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
 
 
 def _pages(tree: TreeCore, nodes: list[TreeNode]) -> list[str]:
-    evictable, protected = tree.page_ids()
+    evictable, protected = page_ids(tree)
     pages = np.concatenate([evictable, protected])
     broken = []
     if np.unique(pages).size != pages.size:

@@ -1,4 +1,4 @@
-"""What a tree holds along one path. Reads only: nothing is split, and no recency changes."""
+"""What a tree holds, in all or along one path. Reads only: nothing is split, and no recency changes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from app.caches.tree.node import TreeNode
 from app.caches.tree.place import descend
 from app.caches.tree.runs import joined
 from app.core.keys import RadixKey
+
+
+def page_ids(tree: TreeCore) -> tuple[np.ndarray, np.ndarray]:
+    """(evictable, protected) page ids, int32. O(pages)."""
+    unlocked, locked = [NO_PAGES], [NO_PAGES]
+    for node in tree.nodes():
+        (locked if node.lock_ref else unlocked).append(node.pages)
+    return np.concatenate(unlocked), np.concatenate(locked)
 
 
 def num_present(tree: TreeCore, key: RadixKey) -> int:

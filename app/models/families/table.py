@@ -73,4 +73,9 @@ def num_parameters(config: ModelConfig) -> int:
     return decoder_of(config).num_parameters if config.architecture in _MAKERS else 0
 
 
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Of all weights, over all ranks, some of which keep another dtype; 0 as `num_parameters`."""
+    return decoder_of(config).weight_bytes(dtype) if config.architecture in _MAKERS else 0
+
+
 _MAKERS = {name: family.decoder for name, family in FAMILIES.items() if family.decoder is not None}

@@ -220,13 +220,15 @@ def test_evicting_snapshots_leaves_inner_nodes_and_takes_useless_leaves_whole(ri
     publish(rig, [*range(16), *range(70, 74)])  # splits the first continuation
     assert rig.cache.num_nodes == 5
 
-    # when the oldest goes: the inner node's
+    # when the oldest goes: the first continuation's, a leaf
     assert rig.cache.evict_states(1) == 1
-    assert (rig.cache.num_nodes, rig.matched(range(9))) == (5, 0)
+    assert (rig.cache.num_nodes, rig.cache.probe(key_of(range(9)))) == (4, 8)
 
-    # when the next ones go: leaves, and with the last of them what led to them only
+    # when the next one goes: the inner node's, which was of use to two continuations
     assert rig.cache.evict_states(1) == 1
-    assert rig.cache.num_nodes == 4
+    assert (rig.cache.num_nodes, rig.matched(range(9))) == (4, 0)
+
+    # when the last ones go: leaves, and with them what led to them only
     assert rig.cache.evict_states(2) == 2
     assert (rig.cache.num_nodes, rig.cache.evictable_pages) == (0, 0)
     assert rig.allocator.port.available() == rig.allocator.port.capacity
@@ -301,15 +303,15 @@ def test_a_cache_for_recurrent_models_needs_their_pool() -> None:
 @pytest.mark.parametrize("components", [SETS[0], SETS[2]], ids=["full+recurrent", "full+swa+recurrent"])
 def test_a_chain_of_20000_nodes_reaches_no_recursion_limit(components: frozenset[Component]) -> None:
     """H18."""
-    # given one node, cut into pages from its end; only its end has a snapshot
+    # given one prefix, cut into pages; only its end has a snapshot
     depth = 20_000
     rig = make_rig(components, page_size=1, num_pages=depth + 2)
     tokens = np.arange(depth, dtype=np.int32)
     publish(rig, tokens)
     tree, _ = parts_of(rig)
-    leaf = next(tree.nodes())
-    for _ in range(depth - 1):
-        tree._split(leaf, 1)
+    for node in list(tree.nodes()):
+        for _ in range(node.pages.size - 1):
+            tree._split(node, 1)
 
     # when, then
     whole = key_of([*tokens, 0])

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from app.config.model_config import Component
 from app.errors import ConfigError
 from app.models.decoder_programs import DecoderPrograms
-from app.models.families.table import num_parameters
+from app.models.families.table import num_parameters, weight_bytes
 from app.models.model_runner import HybridModelRunner
 from app.models.random_weights import RandomWeights
 from app.tpu.mesh import DATA_AXIS, TENSOR_AXIS, make_mesh
@@ -129,6 +129,21 @@ def test_every_tensor_of_a_checkpoint_is_read_and_counted(name: str) -> None:
 
     assert source.asked == set(model.shapes)
     assert num_parameters(model.config) == sum(int(np.prod(shape)) for shape in model.shapes.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SERVED)
+def test_the_bytes_of_all_weights_are_known_before_they_are_loaded(name: str, dtype: str) -> None:
+    """Also where some of them, the decays of recurrent layers, keep a dtype of their own."""
+    model = golden_model(name)
+    programs = DecoderPrograms(
+        model.config, make_mesh(1, "cpu"), hybrid_spec(model.config, page_size=16, num_pages=4), dtype
+    )
+
+    loaded = programs.load(model.source(), lambda *_: None)
+
+    arrays = {array.unsafe_buffer_pointer(): array.nbytes for array in jax.tree.leaves(loaded)}  # a tied head is one
+    assert weight_bytes(model.config, dtype) == sum(arrays.values())
 
 
 @pytest.mark.slow

@@ -317,8 +317,10 @@ def test_a_discarded_batch_gives_back_what_its_transfers_reserved() -> None:
         rig.runtime.discard_batch(rig.runtime.prepare_batch(plan))
 
         assert before == (rig.free_counts(), rig.host.num_free())
-        for _ in range(3):
+        for _ in range(400):  # until the copy that was given up is over
             assert rig.move()[1].transfers == ()
+            if rig.tiers.counters().staging_bytes == 0:
+                break
         assert rig.tiers.counters().staging_bytes == 0
         # the same numbers may be tried again
         prepared, completion = rig.run(plan)
