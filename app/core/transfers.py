@@ -213,4 +213,6 @@ class TierLimits:
     copy_deadline_s: float = field(default=30.0)
 
     def num_bytes(self, counts: PageCounts) -> int:
-        return sum(count * each for count, each in zip(counts, self.page_bytes, strict=True))
+        pages, window_pages, states = counts
+        of_page, of_window_page, of_state = self.page_bytes
+        return pages * of_page + window_pages * of_window_page + states * of_state

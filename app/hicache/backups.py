@@ -9,7 +9,7 @@ import structlog
 
 from app.core.transfers import Backup, OfEachPool, PageCounts, PageIds, TierLimits, TransferEnd
 from app.hicache.counters import DirectionCounters
-from app.hicache.parts import added, fits, joined_ids, part_of_contents
+from app.hicache.parts import added, fits, joined_ids, part_of_contents, part_of_ids
 from app.hicache.staging import Staging
 from app.memory.host_kv_pool import HostKVPool
 from app.tpu.lent_arrays import LentArrays
@@ -58,17 +58,19 @@ class Backups:
         self._counters = counters
         self._under_way: dict[int, _Backup] = {}
 
-    def reserve(self, backup: Backup) -> PageIds | None:
-        """Host pages and staging for it; None, and it is refused, when one of them is short."""
-        counts = backup.source.counts()
-        num_bytes = self._limits.num_bytes(counts)
-        if num_bytes > self._staging.room or not fits(counts, self._host.num_free()):
-            self._counters.num_refused += 1
-            return None
-        target = self._host.allocate(counts)
-        self._staging.take(num_bytes)
-        self._under_way[backup.number] = _Backup(source=backup.source, target=target, num_bytes=num_bytes)
-        return target
+    def reserve(self, backups: Sequence[Backup]) -> tuple[PageIds | None, ...]:
+        """Host pages and staging for each; None, and it is refused, when one of them is short."""
+        needs = [backup.source.counts() for backup in backups]
+        sizes = [self._limits.num_bytes(counts) for counts in needs]
+        total = PageCounts(*map(sum, zip(*needs, strict=True)))
+        if sum(sizes) > self._staging.room or not fits(total, self._host.num_free()):
+            return tuple(map(self._reserve_if_it_fits, backups, needs, sizes))
+        ids = self._host.allocate(total)
+        start, given = PageCounts(), []
+        for backup, counts, num_bytes in zip(backups, needs, sizes, strict=True):
+            given.append(self._reserve(backup, part_of_ids(ids, start, counts), num_bytes))
+            start = added(start, counts)
+        return tuple(given)
 
     def undo(self, number: int) -> None:
         """It was reserved and will not be launched. Unknown numbers, those that were refused: nothing."""
@@ -155,6 +157,17 @@ class Backups:
     def targets(self) -> list[PageIds]:
         """Host pages that are being written, of each."""
         return [backup.target for backup in self._under_way.values()]
+
+    def _reserve_if_it_fits(self, backup: Backup, counts: PageCounts, num_bytes: int) -> PageIds | None:
+        if num_bytes > self._staging.room or not fits(counts, self._host.num_free()):
+            self._counters.num_refused += 1
+            return None
+        return self._reserve(backup, self._host.allocate(counts), num_bytes)
+
+    def _reserve(self, backup: Backup, target: PageIds, num_bytes: int) -> PageIds:
+        self._staging.take(num_bytes)
+        self._under_way[backup.number] = _Backup(source=backup.source, target=target, num_bytes=num_bytes)
+        return target
 
     def _gather(self, source: PageIds) -> PoolContents:
         buffers = self._device.take()

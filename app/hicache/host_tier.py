@@ -22,6 +22,7 @@ import structlog
 from app.core.handles import CacheIdentity, Generation
 from app.core.transfers import (
     NO_IDS,
+    NO_TRANSFERS,
     OfEachPool,
     PageIds,
     PreparedTransfers,
@@ -110,7 +111,7 @@ class HostTier:
         OwnershipError for a number that is under way or named twice, for a source that is not filled, and for freeing a
         page that is still being written; DoubleFreeError or ForeignPageError for freeing what nobody freed.
         """
-        if transfers.is_empty:
+        if transfers is NO_TRANSFERS or transfers.is_empty:
             return
         numbers = transfers.numbers()
         under_way = self._backups.numbers | self._restores.numbers | self._storage.numbers
@@ -118,7 +119,7 @@ class HostTier:
             if number in under_way:
                 raise OwnershipError(what=f"transfer {number}", reason="its number is another transfer's")
             under_way.add(number)
-        if any(transfers.free_host.counts()):
+        if transfers.free_host is not NO_IDS:
             self._check_frees(transfers.free_host)
         for restore in transfers.restores:
             self._host.get(restore.source)
@@ -136,13 +137,15 @@ class HostTier:
         restored = [self._host.get(restore.source) for restore in transfers.restores]
         for store in transfers.stores:
             self._storage.reserve_store(store, self._host.get(store.source))
-        self._host.apply_frees(transfers.free_host)  # what was read of them is kept
+        if transfers.free_host is not NO_IDS:
+            self._host.apply_frees(transfers.free_host)  # what was read of them is kept
         for number in transfers.cancels:
             self._storage.cancel(number)
         for restore, contents, target in zip(transfers.restores, restored, restore_targets, strict=True):
             self._restores.begin(restore.number, contents, target, now)
-        can_stage = not self._restores.is_waiting
-        backups = tuple(self._backups.reserve(backup) if can_stage else None for backup in transfers.backups)
+        backups: tuple[PageIds | None, ...] = (None,) * len(transfers.backups)
+        if backups and not self._restores.is_waiting:
+            backups = self._backups.reserve(transfers.backups)
         for lookup in transfers.lookups:
             self._storage.reserve_lookup(lookup)
         fetches = tuple(self._storage.reserve_fetch(fetch) for fetch in transfers.fetches)

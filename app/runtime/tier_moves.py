@@ -9,6 +9,8 @@ import numpy as np
 
 from app.core.batch import BatchPlan, PreparedBatch
 from app.core.transfers import (
+    NO_IDS,
+    NO_TRANSFERS,
     NOTHING_PREPARED,
     Backup,
     OfEachPool,
@@ -19,11 +21,13 @@ from app.core.transfers import (
 )
 from app.errors import ConfigError, OwnershipError
 from app.hicache.host_tier import HostTier
-from app.hicache.parts import joined_ids
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
 from app.runtime.warmup import WarmupStep
+
+_NOTHING = PageCounts()
+_FEW = 1 << 14  # comparisons
 
 
 def tier_moves(
@@ -70,9 +74,11 @@ class TierMoves:
         a restore is to write may be in neither.
         """
         self._tiers.check_plan(plan.transfers)
-        freed = PageIds(plan.free_pages, plan.free_window_pages, plan.free_states)
         restoring = self._tiers.restoring()
-        if any(restoring.counts()):
+        if restoring is NO_IDS and not plan.transfers.backups:
+            return
+        freed = PageIds(plan.free_pages, plan.free_window_pages, plan.free_states)
+        if restoring is not NO_IDS:
             for gone, written in zip(freed, restoring, strict=True):
                 _refuse_common(gone, written, "freed while a restore is to write it")
         if plan.transfers.backups:
@@ -80,12 +86,14 @@ class TierMoves:
 
     def restored_counts(self, plan: BatchPlan) -> PageCounts:
         """Device pages that the plan's restores take."""
+        if not plan.transfers.restores:
+            return _NOTHING
         each = [restore.source.counts() for restore in plan.transfers.restores]
-        return PageCounts(*map(sum, zip(*each, strict=True))) if each else PageCounts()
+        return PageCounts(*map(sum, zip(*each, strict=True)))
 
     def reserve(self, batch_id: int, plan: BatchPlan) -> PreparedTransfers:
         """Of a plan that was checked, also for capacity, and whose frees of device pages are applied."""
-        if plan.transfers.is_empty:
+        if plan.transfers is NO_TRANSFERS or plan.transfers.is_empty:
             return NOTHING_PREPARED
         targets = tuple(
             PageIds(*(self._allocate(*each) for each in zip(self._allocators, restore.source.counts(), strict=True)))
@@ -122,18 +130,29 @@ class TierMoves:
         self._tiers.check_integrity()
 
     def _check_backups(self, backups: Sequence[Backup], freed: PageIds, restoring: PageIds) -> None:
-        sources = joined_ids([backup.source for backup in backups])
-        for allocator, source, gone, written in zip(self._allocators, sources, freed, restoring, strict=True):
-            _refuse_common(source, written, "backed up while a restore is to write it")
-            if allocator is not None:
-                allocator.check_held_or(source, gone)
-            elif source.size:
+        for pool, allocator in enumerate(self._allocators):
+            each = [backup.source[pool] for backup in backups if backup.source[pool].size]
+            if not each:
+                continue
+            if allocator is None:
                 numbers = [backup.number for backup in backups]
                 raise OwnershipError(what=f"backups {numbers}", reason="the model has no such pages")
+            source = each[0] if len(each) == 1 else np.concatenate(each)
+            _refuse_common(source, restoring[pool], "backed up while a restore is to write it")
+            allocator.check_held(_without(source, freed[pool]))  # whoever reads what is freed comes before
 
     @staticmethod
     def _allocate(allocator: PagedTokenToKVPoolAllocator | None, count: int) -> np.ndarray:
         return np.empty(0, np.int32) if allocator is None else allocator.allocate(count)
+
+
+def _without(pages: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Of a few, one comparison of all with all is ten times quicker than sorting them."""
+    if not others.size:
+        return pages
+    if pages.size * others.size <= _FEW:
+        return pages[~(pages[:, None] == others).any(1)]
+    return pages[~np.isin(pages, others)]
 
 
 def _refuse_common(pages: np.ndarray, others: np.ndarray, reason: str) -> None:

@@ -10,12 +10,9 @@ leaves is read at once, for its pages are freed by the very plan that copies the
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, takewhile
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,51 +20,24 @@ from app.caches.base import InsertResult, LockReceipt, MatchResult
 from app.caches.component_cache import ComponentCache
 from app.caches.tiers.backup_pace import BackupPace
 from app.caches.tiers.branches import Branches
-from app.caches.tiers.coming import lack
+from app.caches.tiers.coming import BackupUnderWay, Leaving, lack
 from app.caches.tiers.counters import TierTally
 from app.caches.tiers.host_cache import HostCache
+from app.caches.tiers.host_tree import HostPlace
+from app.caches.tiers.listening import num_duplicates
 from app.caches.tiers.needs import Lack, Needs
+from app.caches.tiers.offers import Offer, Offers
 from app.caches.tiers.span import Span
-from app.caches.tree.node import TreeNode
+from app.caches.tree.node import EVICTED, TreeNode
 from app.caches.tree.reading import key_of_node, upwards_from
 from app.config.tier_settings import TierSettings
 from app.core.keys import RadixKey
 from app.core.transfers import Backup, PageCounts, PageIds, TierLimits, TransferEnd
 
-MAX_OFFERS = 1024
 MAX_OFFERS_A_PLAN = 64
+_PATIENCE_PLANS = 64  # that a prompt which was published waits for its answer
+_MAX_LET_GO = 64  # keys, that nobody looked at before
 _ENDS_TRIED = 32  # of those that a prefix can be cut to, so that it fits
-
-
-class _Offer(NamedTuple):
-    """num_begun: pages of `key` that were copied for it already, or are about to be."""
-
-    key: RadixKey
-    num_begun: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """Device pages that the next plan frees, and what they hold: `span` of `key`."""
-
-    key: RadixKey
-    span: Span
-
-
-@dataclass(slots=True)
-class BackupUnderWay:
-    """span: of device pages. receipt: of the host pages before it. host_ids: once prepared."""
-
-    number: int
-    key: RadixKey
-    span: Span
-    receipt: LockReceipt
-    is_leaving: bool
-    host_ids: PageIds | None = None
-
-    def ids(self) -> PageIds:
-        assert self.host_ids is not None
-        return self.host_ids
 
 
 class Backups:
@@ -94,11 +64,15 @@ class Backups:
         self._tally = tally
         self._policy = settings.write_policy
         self._min_hits = settings.write_min_hits if settings.write_policy == "write_through_selective" else 0
-        self._offers: deque[_Offer] = deque()
+        self._is_plain = needs.is_plain
+        waits = settings.write_policy == "write_through"
+        self._offers = Offers(patience=(_PATIENCE_PLANS if waits else 0) if needs.is_plain else None)
+        self._is_decoding = False
+        self._allowed = 0  # bytes of offers, for the plan that is being made
         self._last_offer: RadixKey | None = None
         self._leaving: list[Leaving] = []
         self._leaving_pages = 0
-        self._let_go: list[RadixKey] = []  # keys of which the device keeps less than it had
+        self._let_go: list[tuple[RadixKey, HostPlace]] = []  # keys of which the device keeps less than it had
         self._covered: set[TreeNode] = set()  # their pages are in what is leaving, on the host, or given up
         self._branches = Branches(needs.page_size)
         self._drafted: list[tuple[BackupUnderWay, Leaving | None]] = []
@@ -109,6 +83,11 @@ class Backups:
         return len(self._offers) + len(self._leaving)
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether something is better begun now than with the next plan that has rows."""
+        return bool(self._offers.num_ready or self._leaving)
+
+    @property
     def num_sent(self) -> int:
         return len(self._sent)
 
@@ -117,64 +96,90 @@ class Backups:
     def published(self, key: RadixKey, result: InsertResult) -> None:
         if self._policy != "write_through" or not result.num_tokens:
             return
-        is_new = sum(count for _, count in result.duplicates) < result.pages.size
-        if is_new or not self._needs.is_plain:
-            self._offer(key.head(result.num_tokens))
+        if not self._is_plain or num_duplicates(result) < result.pages.size:
+            self._offer(key, result)
 
     def matched(self, key: RadixKey, found: MatchResult) -> None:
         if self._min_hits and found.num_tokens and found.node.uses >= self._min_hits and key is not self._last_offer:
             self._last_offer = key  # a request that waits is matched again and again with the same key
-            self._offer(key.head(found.num_tokens))
+            self._offer(key, found)
 
     def leaving(self, node: TreeNode) -> None:
         """O(tokens of its path), once for each leaf that goes; O(1) for what goes with it."""
         self._branches.left(node)
-        if node.uses < self._min_hits or (self._needs.is_plain and node in self._covered):
+        if node.uses < self._min_hits or (self._is_plain and node in self._covered):
             return
         if self._limits.num_bytes(PageCounts(self._leaving_pages)) > self._limits.staging_bytes:
             self._tally.backup_drops["staging_full"] += 1
             return
         key = key_of_node(node)
-        self._let_go.append(key)
+        place = self._host.place(key)
+        self._let_go.append((key, place))
         num_pages = key.num_tokens // self._needs.page_size
         lacking = lack(
             self._host,
             self._needs,
             chain(self._under_way(), self._leaving),
             key,
+            place,
             num_pages,
             partial(self._device.span_to, node),
         )
-        if self._needs.is_plain and not self._is_worth(node, lacking):
+        if self._is_plain and not self._is_worth(node, lacking):
             self._tally.backup_drops["not_worth"] += 1
             return
         part = None if lacking is None else self._longest(lacking, num_pages, self._limits.staging_bytes)
         if part is None:
-            self._host.refresh(key)
+            self._host.refresh(key, place)
             return
         self._leaving_pages += part.num_pages
         self._leaving.append(Leaving(self._head(key, part.end), part))
 
+    def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
+        """As CacheTiers says. While nothing decodes, no prompt waits for its answer."""
+        self._is_decoding = decode_rows > 0
+        is_copying = bool(self._sent)
+        self.pace.note_step(
+            prompt_tokens=prompt_tokens, decode_rows=decode_rows, seconds=seconds, is_copying=is_copying
+        )
+
+    def lift(self) -> None:
+        """Nobody decodes beside the next plan: it may begin all there is room for."""
+        self._is_decoding = False
+        self.pace.lift()
+
     # -- plans
 
-    def draft(self, *, restoring_bytes: int) -> tuple[Backup, ...]:
-        """What the next plan begins. While restores are under way, only what would be lost otherwise."""
-        self.refused()  # of a plan that was never sent
-        if not (self._offers or self._leaving or self._let_go):
-            return ()
+    def next_plan(self, *, is_restoring: bool) -> bool:
+        """The next plan is made. While restores are under way, only what would be lost otherwise.
+
+        -> whether it is worth a draft.
+        """
         self._covered.clear()
         self._leaving_pages = 0
+        self._offers.next_plan()
+        if not self._is_decoding:
+            self._offers.ripen()
+        self._allowed = self.pace.take() if self._offers.num_ready and not is_restoring else 0
+        return bool(self._allowed or self._leaving or self._drafted or len(self._let_go) > _MAX_LET_GO)
+
+    def draft(self, *, restoring_bytes: int) -> tuple[Backup, ...]:
+        """What the next plan begins."""
+        self.refused()  # of a plan that was never sent
+        if not (self._allowed or self._leaving or self._let_go):
+            return ()
         room = self._limits.staging_bytes - self.bytes_in_flight - restoring_bytes
-        for key in self._let_go:
-            self._host.spare(key, self._device.num_present(key) if self._needs.is_plain else 0)
+        for key, place in self._let_go:
+            place = place if self._host.is_there(place) else self._host.place(key)
+            self._host.spare(place, self._device.num_present(key) if self._is_plain else 0)
         self._let_go.clear()
         leaving, self._leaving = self._leaving, []
         # All of their parents first: making room for one must not evict those of another.
-        locked = [(each, self._lock_parents(each.key, each.span)) for each in leaving]
-        for each, receipt in locked:
-            room -= self._bytes(self._begin(each.key, self._cut(each.span, room), receipt, each))
-        if not restoring_bytes:
-            self._draft_offers(room)
+        locked = [(each, place := self._place_before(each.key, each.span), self._host.hold(place)) for each in leaving]
+        for each, place, receipt in locked:
+            span = self._cut(each.span, room)
+            room -= self._bytes(self._begin(Offer(each.key), span, receipt, place.num_pages, each))
+        self._draft_offers(room)
         return tuple(Backup(number=begun.number, source=begun.span.ids()) for begun, _ in self._drafted)
 
     def prepared(self, given: tuple[PageIds | None, ...]) -> None:
@@ -192,8 +197,8 @@ class Backups:
         """The plan was not prepared, so what it was to free is there yet: all goes with the next."""
         if not self._drafted:
             return
-        offered = [_Offer(begun.key) for begun, left in self._drafted if left is None]
-        self._offers = deque([*offered, *(_Offer(each.key) for each in self._offers)])
+        self._offers.start_anew()
+        self._offers.put_first(*(Offer(begun.key) for begun, left in self._drafted if left is None))
         self._leaving = [left for _, left in self._drafted if left is not None] + self._leaving
         self._forget_draft()
 
@@ -203,10 +208,7 @@ class Backups:
         self.bytes_in_flight -= self._bytes(begun.span)
         landed = None
         if end.failure is None:
-            adopted = self._host.insert(begun.key, begun.span.filled(begun.ids()))
-            there = self._device.num_present(begun.key)
-            if self._needs.is_plain or (there == begun.span.end and not begun.is_leaving):
-                self._host.spare(begun.key, there)
+            adopted = self._land(begun, begun.span.filled(begun.ids()))
             if adopted.num_pages:
                 landed = begun.key, adopted
             else:
@@ -217,7 +219,7 @@ class Backups:
         else:
             self._host.free(begun.ids())
             self._tally.backup_drops[end.failure] += 1
-            self._forget_rest(begun.key)
+            self._offers.forget_from(begun.key)  # or they were tried again, and fail, plan by plan
         self._host.unlock(begun.receipt)
         return landed
 
@@ -235,6 +237,8 @@ class Backups:
         self._leaving_pages = 0
         self._last_offer = None
         self._forget_draft()
+        for begun in self._sent.values():
+            begun.node = None
 
     def lose_host(self) -> None:
         """The host pools are gone, and with them what was under way to them, and every receipt."""
@@ -249,17 +253,24 @@ class Backups:
 
     # -- within
 
-    def _offer(self, key: RadixKey) -> None:
-        if len(self._offers) >= MAX_OFFERS:
+    def _offer(self, key: RadixKey, found: MatchResult | InsertResult) -> None:
+        key = self._head(key, found.num_tokens // self._needs.page_size)
+        if not self._offers.add(key, found.node, found.pages):
             self._tally.backup_drops["queue_full"] += 1
-            return
-        self._offers.append(_Offer(key))
 
-    def _forget_rest(self, key: RadixKey) -> None:
-        """Offers that continue `key`, which could not be copied: or they were tried again, and fail, plan by plan."""
-        self._offers = deque(
-            each for each in self._offers if each.key.namespace != key.namespace or not each.key.raw.startswith(key.raw)
-        )
+    def _land(self, begun: BackupUnderWay, arrived: Span) -> Span:
+        """The pages become the host tree's. -> those of them that it lacked."""
+        key = begun.key
+        if self._is_plain and begun.num_held >= arrived.first:
+            adopted, place = self._host.insert_after(key, arrived)
+        else:
+            adopted = self._host.insert(key, arrived)
+            place = self._host.place(key)
+        is_on_device = begun.node is not None and begun.node.epoch != EVICTED
+        there = arrived.end if is_on_device else self._device.num_present(key)
+        if self._is_plain or (there == arrived.end and not begun.is_leaving):
+            self._host.spare(place, there)
+        return adopted
 
     def _is_worth(self, node: TreeNode, lacking: Lack | None) -> bool:
         """And nothing above has to be asked for again, while the same plan is made."""
@@ -279,45 +290,51 @@ class Backups:
 
     def _draft_offers(self, room: int) -> None:
         """Those that wait longest, as many as the pace allows; one of them whatever its length."""
-        allowed = self.pace.take() if self._offers else 0
-        least = self._limits.page_bytes.pages if self._needs.is_plain else room
-        for _ in range(min(len(self._offers), MAX_OFFERS_A_PLAN)):
+        allowed = self._allowed
+        least = self._limits.page_bytes.pages if self._is_plain else room
+        for _ in range(min(self._offers.num_ready, MAX_OFFERS_A_PLAN)):
             if allowed <= 0:
                 return
-            key, num_begun = offer = self._offers.popleft()
-            lacking = self._lack_of(key)
+            offer = self._offers.take()
+            key = offer.key
+            num_pages = key.num_tokens // self._needs.page_size
+            place = self._host.place(key)
+            lacking = lack(self._host, self._needs, self._under_way(), key, place, num_pages, self._reader(offer))
             if lacking is None:
                 continue
-            if lacking.present < num_begun:
+            if lacking.present < offer.num_begun:
                 self._tally.backup_drops["gone"] += 1  # and it would be again: the host cannot keep so much
                 continue
-            num_pages = key.num_tokens // self._needs.page_size
             span = self._longest(lacking, num_pages, min(room, max(allowed, least)))
             if span is None:
                 if self._longest(lacking, num_pages, self._limits.staging_bytes) is not None:
-                    self._offers.appendleft(offer)  # it would fit if less were under way
+                    self._offers.put_first(offer)  # it would fit if less were under way
                     return
                 continue
-            span = self._begin(key, span, self._lock_parents(key, span), None)
+            if not self._is_plain:
+                place = self._place_before(key, span)
+            span = self._begin(offer, span, self._host.hold(place), place.num_pages, None)
             if not span.num_pages:
                 continue
-            if span.end < num_pages and self._needs.is_plain:
-                self._offers.append(_Offer(key, span.end))  # the rest, another time
+            if span.end < num_pages and self._is_plain:
+                offer.num_begun = span.end
+                self._offers.put_last(offer)  # the rest, another time
             num_bytes = self._bytes(span)
             room, allowed, least = room - num_bytes, allowed - num_bytes, 0
 
-    def _lack_of(self, key: RadixKey) -> Lack | None:
-        num_pages = key.num_tokens // self._needs.page_size
-        read = partial(self._device.span, key)
-        return lack(self._host, self._needs, self._under_way(), key, num_pages, read)
+    def _reader(self, offer: Offer) -> Callable[[int], Span]:
+        """What the device has of it, from a page index on."""
+        if offer.node is None or offer.node.epoch == EVICTED:
+            return partial(self._device.span, offer.key)
+        return offer.span if self._is_plain else partial(self._device.span_to, offer.node)
 
     def _longest(self, lacking: Lack, num_pages: int, room: int) -> Span | None:
         """What makes the longest prefix usable on the host that takes no more than `room` bytes.
 
         None if there is no such, or nothing is lacking.
         """
-        if self._needs.is_plain:
-            span = self._cut(lacking.part(self._needs, num_pages), room)
+        if self._is_plain:
+            span = self._cut(lacking.here, room)
             return span if span.num_pages else None
         ends = lacking.ends(self._needs, num_pages)
         for end in ends[: -1 - _ENDS_TRIED : -1].tolist():
@@ -328,22 +345,28 @@ class Backups:
 
     def _cut(self, span: Span, room: int) -> Span:
         """To so many bytes: nothing of it, if it is not usable in part."""
-        if self._needs.is_plain:
+        if self._is_plain:
             return span.head(max(room, 0) // self._limits.page_bytes.pages)
         return span if self._bytes(span) <= room else span.head(0)
 
-    def _lock_parents(self, key: RadixKey, span: Span) -> LockReceipt:
-        return self._host.hold(key.head(span.first * self._needs.page_size))
+    def _place_before(self, key: RadixKey, span: Span) -> HostPlace:
+        """Where what the host has of the pages before `span` ends."""
+        return self._host.place(key.head(span.first * self._needs.page_size))
 
-    def _begin(self, key: RadixKey, span: Span, receipt: LockReceipt, left: Leaving | None) -> Span:
-        """Draft a backup of as much of `span` as the host can make room for. -> that."""
+    def _begin(self, offer: Offer, span: Span, receipt: LockReceipt, num_held: int, left: Leaving | None) -> Span:
+        """Draft a backup of as much of `span` as the host can make room for. -> that.
+
+        receipt: of the first `num_held` pages, on the host; given back if there is none.
+        """
         if not span.num_pages:
             return self._not_begun("staging_full", span, receipt)
         if not self._host.make_room(self._counts(span)):
-            span = span.head(self._host.reachable().pages if self._needs.is_plain else 0)
+            span = span.head(self._host.reachable().pages if self._is_plain else 0)
             if not span.num_pages or not self._host.make_room(self._counts(span)):
                 return self._not_begun("no_room", span, receipt)
-        begun = BackupUnderWay(next(self._numbers), self._head(key, span.end), span, receipt, left is not None)
+        key = self._head(offer.key, span.end)
+        node = offer.node if key is offer.key else None
+        begun = BackupUnderWay(next(self._numbers), key, span, receipt, num_held, node, left is not None)
         self._drafted.append((begun, left))
         return span
 
@@ -362,9 +385,9 @@ class Backups:
         self._drafted.clear()
 
     def _counts(self, span: Span) -> PageCounts:
-        return PageCounts(span.num_pages) if self._needs.is_plain else span.counts()
+        return PageCounts(span.num_pages) if self._is_plain else span.counts()
 
     def _bytes(self, span: Span) -> int:
-        if self._needs.is_plain:
+        if self._is_plain:
             return span.num_pages * self._limits.page_bytes.pages
         return self._limits.num_bytes(span.counts())

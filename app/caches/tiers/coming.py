@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from app.caches.base import NO_PAGES
+from app.caches.base import NO_PAGES, LockReceipt
 from app.caches.tiers.host_cache import HostCache
+from app.caches.tiers.host_tree import HostPlace
 from app.caches.tiers.needs import Lack, Needs
 from app.caches.tiers.span import Span
+from app.caches.tree.node import TreeNode
 from app.core.keys import TOKEN_BYTES, RadixKey
+from app.core.transfers import PageIds
 
 
 class Coming(Protocol):
@@ -24,31 +28,68 @@ class Coming(Protocol):
     def span(self) -> Span: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Device pages that the next plan frees, and what they hold: `span` of `key`."""
+
+    key: RadixKey
+    span: Span
+
+
+@dataclass(slots=True)
+class BackupUnderWay:
+    """span: of device pages. receipt: of the host pages before it, or of those that were there.
+
+    num_held: how many that are. node: of the device's tree, at the end of `key`; None where that is not known.
+    host_ids: once prepared.
+    """
+
+    number: int
+    key: RadixKey
+    span: Span
+    receipt: LockReceipt
+    num_held: int
+    node: TreeNode | None
+    is_leaving: bool
+    host_ids: PageIds | None = None
+
+    def ids(self) -> PageIds:
+        assert self.host_ids is not None
+        return self.host_ids
+
+
 def lack(
-    host: HostCache, needs: Needs, coming: Iterable[Coming], key: RadixKey, num_pages: int, read: Callable[[int], Span]
+    host: HostCache,
+    needs: Needs,
+    coming: Iterable[Coming],
+    key: RadixKey,
+    place: HostPlace,
+    num_pages: int,
+    read: Callable[[int], Span],
 ) -> Lack | None:
     """What the host will not have of the first `num_pages` pages of `key`; None if it is nothing that counts.
 
-    read: what the device has from a page index on, to num_pages. O(len(key) * what is coming for the same first page).
+    place: what the host has of it now. read: what the device has from a page index on, to num_pages.
+    O(len(key) * what is coming for the same first page).
     """
     page_bytes = needs.page_size * TOKEN_BYTES
-    present = host.num_present(key)
+    if needs.is_plain:
+        present = _pages_then(place.num_pages, coming, key, page_bytes)
+        if present >= num_pages:
+            return None
+        here = read(present)
+        return Lack(here, present, NO_PAGES, NO_PAGES) if here.num_pages else None
+    present = place.num_pages
     related: list[tuple[Coming, int]] = []
     for each in coming:
-        if needs.is_plain and not _might_extend(each, key, present, page_bytes):
-            continue
         shared = shared_pages(key, each.key, page_bytes)
         related.append((each, shared))
         if _reaches(each, present) and shared > present:
             present = min(shared, each.span.end)
-    if needs.is_plain and present >= num_pages:
-        return None
     first = min(present, num_pages - 1, needs.first_window_page(min(present + 1, num_pages)))
     here = read(first)
     if here.num_pages == 0:
         return None
-    if needs.is_plain:
-        return Lack(here, present, NO_PAGES, NO_PAGES)
     windows_there, states_there = _parts_there(host.span(key, first), here, related)
     return Lack(here, present, windows_there, states_there)
 
@@ -67,10 +108,21 @@ def shared_pages(one: RadixKey, other: RadixKey, page_bytes: int) -> int:
     return (first * TOKEN_BYTES if differs[first] else count) // page_bytes
 
 
-def _might_extend(each: Coming, key: RadixKey, present: int, page_bytes: int) -> bool:
-    """Whether it has the page at index `present`, by looking at no other page."""
+def _pages_then(present: int, coming: Iterable[Coming], key: RadixKey, page_bytes: int) -> int:
+    """How many pages of `key` will be there, of full pages alone.
+
+    Most of what is coming is passed by with a look at one page.
+    """
+    raw = key.uncut
     at = slice(present * page_bytes, (present + 1) * page_bytes)
-    return _reaches(each, present) and key.uncut[at] == each.key.uncut[at]
+    for each in coming:
+        first, pages = each.span.first, each.span.pages
+        if first <= present < first + pages.size and raw[at] == each.key.uncut[at]:
+            shared = shared_pages(key, each.key, page_bytes)
+            if shared > present:
+                present = min(shared, first + pages.size)
+                at = slice(present * page_bytes, (present + 1) * page_bytes)
+    return present
 
 
 def _reaches(each: Coming, present: int) -> bool:

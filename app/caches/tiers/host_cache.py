@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from app.caches.base import NO_PAGES, LockReceipt
-from app.caches.tiers.host_tree import HostTree
+from app.caches.tiers.host_tree import HostPlace, HostTree
+from app.caches.tiers.listening import num_duplicates
 from app.caches.tiers.needs import Needs
 from app.caches.tiers.span import Span
 from app.core.handles import CacheIdentity
 from app.core.keys import RadixKey
 from app.core.ports import TokenAllocator
-from app.core.transfers import OfEachPool, PageCounts, PageIds
+from app.core.transfers import NO_IDS, OfEachPool, PageCounts, PageIds
 
 _NOTHING = PageCounts()
 
@@ -63,20 +64,29 @@ class HostCache:
         found = self._tree.refresh(key)
         return found.pages.size, self._tree.lock(found)
 
-    def hold(self, key: RadixKey) -> LockReceipt:
-        """Keep the full pages of `key`, usable or not, for what is to come after them."""
-        return self._tree.hold(key)
+    def place(self, key: RadixKey) -> HostPlace:
+        """Where what is there of `key`, usable or not, ends. Changes nothing."""
+        return self._tree.place(key)
+
+    def is_there(self, place: HostPlace) -> bool:
+        """Whether that means something yet."""
+        return self._tree.is_there(place)
+
+    def hold(self, place: HostPlace) -> LockReceipt:
+        """Keep the full pages up to there, usable or not, for what is to come after them."""
+        return self._tree.hold(place)
 
     def unlock(self, receipt: LockReceipt) -> None:
         self._tree.unlock(receipt)
 
-    def refresh(self, key: RadixKey) -> None:
-        """That prefix counts as just used."""
-        self._tree.refresh(key)
+    def refresh(self, key: RadixKey, place: HostPlace) -> None:
+        """What is there of `key`, up to `place`, counts as just used."""
+        if not (self._needs.is_plain and self._tree.touch(place, key.priority)):
+            self._tree.refresh(key)
 
-    def spare(self, key: RadixKey, num_pages: int) -> None:
-        """Of that prefix the device has the first `num_pages` pages too, and no more: these are reclaimed first."""
-        self._tree.spare(key, num_pages)
+    def spare(self, place: HostPlace, num_pages: int) -> None:
+        """Of what is there the device has the first `num_pages` pages too, and no more: these are reclaimed first."""
+        self._tree.spare(place, num_pages)
 
     def nothing_spare(self) -> None:
         """The device has lost everything."""
@@ -97,7 +107,7 @@ class HostCache:
         """
         present = self._tree.num_present(key)
         if self._needs.is_plain and present >= span.first:
-            return self._insert_plain(key, span, present)
+            return self.insert_after(key, span)[0]
         num_whole = span.num_pages
         if present < span.first:
             num_whole = 0
@@ -112,6 +122,16 @@ class HostCache:
         self.free(span.without(adopted))
         return adopted.trimmed()
 
+    def insert_after(self, key: RadixKey, span: Span) -> tuple[Span, HostPlace]:
+        """The same, where the pages before the span are there and full pages are all. -> and where the span ends."""
+        num_tokens = span.end * self.page_size
+        key = key if key.num_tokens == num_tokens else key.head(num_tokens)
+        result = self._tree.insert(key, _by_index(span.pages, span.end))
+        adopted = span.tail(num_duplicates(result))
+        if adopted.first > span.first:
+            self.free(span.head(adopted.first - span.first).ids())
+        return adopted, HostPlace(result.node, span.end)
+
     def free(self, ids: PageIds) -> None:
         """Give host pages back that the caller held."""
         for allocator, each in zip(self._allocators, ids, strict=True):
@@ -119,10 +139,17 @@ class HostCache:
                 allocator.free(each)
 
     def recorded_frees(self) -> PageIds:
-        """What the next plan is to free."""
-        return PageIds(
-            *(NO_PAGES if allocator is None else allocator.recorded_frees() for allocator in self._allocators)
+        """What the next plan is to free; NO_IDS itself if nothing."""
+        pages, window_pages, states = self._allocators
+        freed = pages.recorded_frees()
+        if self._needs.is_plain:
+            return PageIds(freed) if freed.size else NO_IDS
+        ids = PageIds(
+            freed,
+            NO_PAGES if window_pages is None else window_pages.recorded_frees(),
+            NO_PAGES if states is None else states.recorded_frees(),
         )
+        return ids if any(ids.counts()) else NO_IDS
 
     # -- room
 
@@ -209,14 +236,6 @@ class HostCache:
         short = counts.states - self.available().states
         if short > 0:
             tree.evict_states(short)
-
-    def _insert_plain(self, key: RadixKey, span: Span, present: int) -> Span:
-        """Where any prefix is usable, and no page is missing in the middle."""
-        self._tree.insert(key.head(span.end * self.page_size), _by_index(span.pages, span.end))
-        adopted = span.tail(present)
-        if adopted.first > span.first:
-            self.free(span.head(adopted.first - span.first).ids())
-        return adopted
 
     def _ends(self, span: Span) -> list[int]:
         """Page counts of the prefixes to insert, ascending."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,12 +12,26 @@ from app.caches.base import CacheDeps, InsertResult, LockReceipt
 from app.caches.component_cache import ComponentCache
 from app.caches.tree.core import NOTHING_PUBLISHED
 from app.caches.tree.eviction import drop_upwards
-from app.caches.tree.node import TreeNode
-from app.caches.tree.reading import end_of, last_on_path, upwards_from
+from app.caches.tree.node import TreeNode, make_as_urgent
+from app.caches.tree.place import descend
+from app.caches.tree.reading import end_of, upwards_from
 from app.core.keys import Namespace, RadixKey
 
 _LOOKED_AT = 32  # spare nodes, when room is made
 _BELOW = 64  # nodes that may go with a spare one
+
+
+class HostPlace(NamedTuple):
+    """Where what is there of a key ends: after `num_pages` pages, at the end of `node` or within it. None: at a root.
+
+    Good until anything is evicted.
+    """
+
+    node: TreeNode | None
+    num_pages: int
+
+
+_AT_A_ROOT = HostPlace(None, 0)
 
 
 class HostTree(ComponentCache):
@@ -29,6 +44,22 @@ class HostTree(ComponentCache):
         super().__init__(deps, seed=seed)
         self._spare: OrderedDict[TreeNode, None] = OrderedDict()  # the next to go first; perhaps some that are gone
 
+    def place(self, key: RadixKey) -> HostPlace:
+        """Where what is here of `key` ends. Changes nothing. O(len(key))."""
+        tree = self._tree()
+        root = tree.roots.get(key.namespace)
+        if root is None:
+            return _AT_A_ROOT
+        limit = key.num_tokens // tree.page_size * tree.page_bytes
+        node, end, partial, shared = descend(root, key.uncut, limit, tree.page_bytes)
+        if partial is not None:
+            return HostPlace(partial, end // tree.page_bytes + shared)
+        return _AT_A_ROOT if end == 0 else HostPlace(node, end // tree.page_bytes)
+
+    def is_there(self, place: HostPlace) -> bool:
+        """Whether it is a place of this tree yet."""
+        return place.node is not None and place.node.epoch == self._tree().receipts.epoch
+
     def refresh(self, key: RadixKey) -> InsertResult:
         """The longest usable prefix of `key` that is here, whole, as just used. O(len(key))."""
         num_pages = self.num_present(key)
@@ -37,21 +68,33 @@ class HostTree(ComponentCache):
         none = np.zeros(num_pages, np.int32)
         return self.insert(key.head(num_pages * self.page_size), none, none)
 
-    def hold(self, key: RadixKey) -> LockReceipt:
-        """Keep the full pages of `key` that are here, usable or not. Give the receipt to `unlock`. O(len(key))."""
-        tree = self._tree()
-        return tree.hold(last_on_path(tree, key))
+    def touch(self, place: HostPlace, priority: int) -> bool:
+        """All up to there as just used, in a tree of full pages. -> False, and no change, within a node. O(nodes).
 
-    def spare(self, key: RadixKey, num_pages: int) -> None:
-        """The nodes of the path of `key` that end within its first `num_pages` pages are spare now, the rest is not.
-
-        O(len(key)).
+        It is locked and unlocked, which counts as a use.
         """
-        for node in upwards_from(last_on_path(self._tree(), key)):
-            if node.end <= num_pages * self.page_size:
-                self._spare.setdefault(node, None)
+        node = place.node
+        if node is None or node.end != place.num_pages * self.page_size:
+            return False
+        tree = self._tree()
+        make_as_urgent(node, priority)
+        tree.unlock(tree.hold(node))
+        return True
+
+    def hold(self, place: HostPlace) -> LockReceipt:
+        """Keep the full pages up to there, usable or not. Give the receipt to `unlock`. O(nodes not locked yet)."""
+        return self._tree().hold(place.node)
+
+    def spare(self, place: HostPlace, num_pages: int) -> None:
+        """Nodes up to there that end within the first `num_pages` pages are spare now, the rest is not. O(nodes)."""
+        spare, num_tokens = self._spare, num_pages * self.page_size
+        node = place.node
+        while node is not None and node.parent is not None:
+            if node.end <= num_tokens:
+                spare.setdefault(node, None)
             else:
-                self._spare.pop(node, None)
+                spare.pop(node, None)
+            node = node.parent
 
     def nothing_spare(self) -> None:
         """The tier above has lost everything."""

@@ -25,6 +25,11 @@ class TierListener(Protocol):
         ...
 
 
+def num_duplicates(result: InsertResult) -> int:
+    """Pages that were there before."""
+    return sum(result.duplicates[-1]) if result.duplicates else 0  # first page index and count of the last run
+
+
 class NobodyListens:
     """There are no tiers."""
 

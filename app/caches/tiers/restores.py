@@ -178,7 +178,7 @@ class Restores:
         self._host.unlock(restore.host_receipt)
         if end.failure is None:
             if self._keeps_copies:
-                self._host.spare(restore.key, restore.span.end)
+                self._host.spare(self._host.place(restore.key), restore.span.end)
             else:
                 self._host.drop(restore.key)
 

@@ -27,6 +27,7 @@ from app.caches.tiers.storage_tier import NO_INTENTS, StorageTier
 from app.caches.tree.node import TreeNode
 from app.core.keys import Namespace, RadixKey
 from app.core.transfers import (
+    NO_IDS,
     NO_TRANSFERS,
     PageCounts,
     PageIds,
@@ -59,6 +60,7 @@ class Tiers:
         self._storage = storage
         self._tally = tally
         self._host_seen = host.identity
+        self._has_planned = False  # whether anything was drafted for the plan that was made last, until it is prepared
         self._waiting: dict[str, RadixKey] = {}
         self._restored: OrderedDict[str, RestoredTokens] = OrderedDict()
 
@@ -121,7 +123,7 @@ class Tiers:
 
     @property
     def is_urgent(self) -> bool:
-        waits = self._backups.num_waiting and not self._backups.num_sent and not self._restores.num_sent
+        waits = self._backups.is_urgent and not self._backups.num_sent and not self._restores.num_sent
         return bool(waits or self._restores.num_drafted or self._storage.is_urgent)
 
     @property
@@ -137,15 +139,24 @@ class Tiers:
     # -- plans
 
     def plan(self, wait_s: float = 0.0) -> TransferPlan:
-        self._catch_up()
-        self.host.end_plan()
+        self._catch_up_host()
         if wait_s:
-            self._backups.pace.lift()
+            self._backups.lift()
+        restoring_bytes = self._restores.bytes_in_flight
+        has_backups = self._backups.next_plan(is_restoring=restoring_bytes > 0)
+        is_due = has_backups or wait_s or self._restores.num_drafted or self._storage.is_urgent
+        free_host = self.host.recorded_frees()
+        if not is_due and free_host is NO_IDS:
+            self._has_planned = False
+            return NO_TRANSFERS
+        self._device.catch_up()
+        self.host.end_plan()
+        self._has_planned = True
         restores = self._restores.draft()
-        backups = self._backups.draft(restoring_bytes=self._restores.bytes_in_flight)
+        backups = self._backups.draft(restoring_bytes=restoring_bytes)
         intents = self._storage.draft()
         free_host = self.host.recorded_frees()
-        if not (restores or backups or wait_s or any(free_host.counts())) and intents is NO_INTENTS:
+        if not (restores or backups or wait_s) and intents is NO_INTENTS and free_host is NO_IDS:
             return NO_TRANSFERS
         return TransferPlan(
             free_host=free_host,
@@ -159,6 +170,9 @@ class Tiers:
         )
 
     def prepared(self, transfers: PreparedTransfers) -> None:
+        if not self._has_planned:
+            return
+        self._has_planned = False
         self.host.end_plan()
         self._restores.prepared(transfers.restores)
         self._backups.prepared(transfers.backups)
@@ -169,7 +183,9 @@ class Tiers:
         self.host.end_plan()
         self._restores.refused()
         self._backups.refused()
-        self._storage.refused()
+        if self._has_planned:
+            self._has_planned = False
+            self._storage.refused()
 
     def ended(self, ends: Sequence[TransferEnd]) -> None:
         self._catch_up()
@@ -185,12 +201,7 @@ class Tiers:
 
     def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
         self._restores.choice.note_step(prompt_tokens=prompt_tokens, seconds=seconds)
-        self._backups.pace.note_step(
-            prompt_tokens=prompt_tokens,
-            decode_rows=decode_rows,
-            seconds=seconds,
-            is_copying=self._backups.num_sent > 0,
-        )
+        self._backups.note_step(prompt_tokens=prompt_tokens, decode_rows=decode_rows, seconds=seconds)
 
     def note_copies(self, *, restored_bytes_per_s: float) -> None:
         self._restores.choice.begin_at(restored_bytes_per_s)

@@ -105,7 +105,7 @@ def test_what_the_device_has_too_goes_before_what_was_used_longer_ago() -> None:
     given.host.insert(other, Span(0, given.take(2).pages))
     given.host.insert(KEY, Span(0, given.take(4).pages))
 
-    given.host.spare(KEY, 4)
+    given.host.spare(given.host.place(KEY), 4)
     given.host.make_room(PageCounts(28))
 
     assert (given.host.num_present(other), given.host.num_present(KEY)) == (2, 0)
@@ -117,9 +117,9 @@ def test_what_the_device_let_go_of_is_kept_like_anything_else() -> None:
     given.host.insert(other, Span(0, given.take(2).pages))
     given.host.insert(KEY.head(4), Span(0, given.take(2).pages))
     given.host.insert(KEY, Span(2, given.take(2).pages))
-    given.host.spare(KEY, 4)
+    given.host.spare(given.host.place(KEY), 4)
 
-    given.host.spare(KEY, 2)
+    given.host.spare(given.host.place(KEY), 2)
     given.host.make_room(PageCounts(28))
 
     assert (given.host.num_present(other), given.host.num_present(KEY)) == (0, 4)
@@ -129,7 +129,7 @@ def test_a_few_pages_that_keep_more_of_what_the_device_has_too_go_with_it() -> N
     given = Given()
     given.host.insert(KEY.head(6), Span(0, given.take(3).pages))
     given.host.insert(BRANCH, Span(3, given.take(1).pages))
-    given.host.spare(KEY.head(6), 3)
+    given.host.spare(given.host.place(KEY.head(6)), 3)
 
     given.host.make_room(PageCounts(30))
 
@@ -143,7 +143,7 @@ def test_many_pages_below_what_the_device_has_too_keep_it_until_they_go() -> Non
     given.host.insert(KEY.head(2), Span(0, given.take(1).pages))
     given.host.insert(KEY, Span(1, given.take(3).pages))
     given.host.insert(other, Span(0, given.take(2).pages))
-    given.host.spare(KEY.head(2), 1)
+    given.host.spare(given.host.place(KEY.head(2)), 1)
 
     given.host.make_room(PageCounts(26))
     assert (given.host.num_present(KEY), given.host.num_present(other)) == (4, 2)
@@ -159,8 +159,8 @@ def test_what_is_locked_or_below_a_lock_is_no_longer_spare_room() -> None:
     given = Given()
     given.host.insert(KEY.head(6), Span(0, given.take(3).pages))
     given.host.insert(BRANCH, Span(3, given.take(1).pages))
-    given.host.spare(KEY.head(6), 3)
-    receipt = given.host.hold(BRANCH)
+    given.host.spare(given.host.place(KEY.head(6)), 3)
+    receipt = given.host.hold(given.host.place(BRANCH))
 
     assert not given.host.make_room(PageCounts(29))
 
@@ -174,7 +174,7 @@ def test_nothing_is_spare_once_the_device_has_lost_everything() -> None:
     other = key_of([7, 7, 8, 8])
     given.host.insert(other, Span(0, given.take(2).pages))
     given.host.insert(KEY, Span(0, given.take(4).pages))
-    given.host.spare(KEY, 4)
+    given.host.spare(given.host.place(KEY), 4)
 
     given.rig.cache.reset()
     given.host.make_room(PageCounts(28))

@@ -7,7 +7,7 @@ import pytest
 
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
-from app.caches.tiers.backups import MAX_OFFERS
+from app.caches.tiers.offers import MAX_OFFERS
 from app.caches.tiers.span import Span
 from app.config.model_config import Component
 from app.config.tier_settings import TierSettings
@@ -383,7 +383,7 @@ def test_what_leaves_the_device_again_is_no_longer_the_first_to_go() -> None:
     rig.cache.evict(100)
     rig.step()
 
-    assert rig.tiers.host.make_room(PageCounts(4))
+    moved_down(rig, [10, 10, 11, 11, 12, 12, 13, 13, 99])
 
     assert (rig.host_has(X), rig.host_has(Y)) == (4, 0)
 
