@@ -85,7 +85,13 @@ class FakeDevicePool(DonationEnforced, MHATokenToKVPool):
 
     def poison(self, pages: np.ndarray) -> None:
         """Fill pages, (n,) int32, with POISON: whoever reads them before writing them shows it."""
-        self.put(jax.tree.map(lambda array: array.at[pages].set(POISON), self.take()))
+        self.put(poisoned(self.take(), pages))
+
+
+@jax.jit
+def poisoned(arrays: Any, index: np.ndarray) -> Any:
+    """The pytree with POISON at `index`, (n,) int32, of each array's first axis."""
+    return jax.tree.map(lambda array: array.at[index].set(POISON), arrays)
 
 
 class FakeModelRunner:

@@ -8,7 +8,6 @@ the hash.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ from jax.sharding import Mesh
 
 from app.core.ports import DecodeInputs, ExtendInputs, PoolSpec
 from app.tpu.cpu_fake import (
-    POISON,
     DonationEnforced,
     PlacedChunk,
     decode_as_extend,
     hash_logits,
     mix,
     place_chunk,
+    poisoned,
     read_contents,
     write_contents,
 )
@@ -44,17 +43,17 @@ class FakeHybridPool(DonationEnforced, HybridKVPool):
     def poison(self, pages: np.ndarray) -> None:
         """Fill full pages, (n,) int32, with POISON: whoever reads them before writing them shows it."""
         buffers: HybridBuffers = self.take()
-        self.put(buffers._replace(full=_poisoned(buffers.full, pages)))
+        self.put(buffers._replace(full=poisoned(buffers.full, pages)))
 
     def poison_window(self, pages: np.ndarray) -> None:
         """The same for window pages."""
         buffers: HybridBuffers = self.take()
-        self.put(buffers._replace(window=_poisoned(buffers.window, pages)))
+        self.put(buffers._replace(window=poisoned(buffers.window, pages)))
 
     def poison_states(self, slots: np.ndarray) -> None:
         """The same for slots of states."""
         buffers: HybridBuffers = self.take()
-        self.put(buffers._replace(states=_poisoned(buffers.states, slots)))
+        self.put(buffers._replace(states=poisoned(buffers.states, slots)))
 
 
 class HybridFakeRunner:
@@ -160,8 +159,3 @@ def _difference(stored: jax.Array, wanted: jax.Array, positions: jax.Array) -> j
     """uint32 (S,) or (S, n) each -> (S,): 0 where both are equal."""
     difference = mix(stored, positions) - mix(wanted, positions)
     return difference.reshape(difference.shape[0], -1).sum(axis=1, dtype=jnp.uint32)
-
-
-@jax.jit
-def _poisoned(arrays: Any, index: np.ndarray) -> Any:
-    return jax.tree.map(lambda array: array.at[index].set(POISON), arrays)

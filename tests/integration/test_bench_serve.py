@@ -27,6 +27,12 @@ COMMANDS = (
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that do not look at the picture do without."""
+    monkeypatch.setattr("app.bench.serve.picture.draw_picture", lambda path, runs: path.touch())
+
+
 def bench(url: str, output: Path, *flags: str) -> int:
     return main(["bench", "serve", "--url", url, "--output", str(output), *flags], COMMANDS)
 
@@ -61,6 +67,7 @@ def test_one_conversation_at_a_time_reaches_the_ideal(tmp_path, flags) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_warm_up_sends_the_same_under_a_salt_and_empties_the_cache_after_it(tmp_path) -> None:
     # given
     server = ScriptedServer()
@@ -80,6 +87,7 @@ def test_the_warm_up_sends_the_same_under_a_salt_and_empties_the_cache_after_it(
     assert in_order(before) == in_order(after)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_a_warm_up_nothing_is_salted_or_emptied_and_the_result_says_so(tmp_path) -> None:
     # given
     server = ScriptedServer()
@@ -93,6 +101,7 @@ def test_without_a_warm_up_nothing_is_salted_or_emptied_and_the_result_says_so(t
     assert "not warmed up" in result.notes[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_second_turn_holds_the_servers_own_answer(tmp_path) -> None:
     # given
     server = ScriptedServer()
@@ -106,6 +115,7 @@ def test_the_second_turn_holds_the_servers_own_answer(tmp_path) -> None:
     assert answers == {reply_text(chat_tokens(messages), 64) for messages in firsts}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_more_conversations_are_sent_at_once_than_asked_for(tmp_path) -> None:
     # given a server that takes its time
     server = ScriptedServer(token_delay_s=0.002)
@@ -119,6 +129,7 @@ def test_no_more_conversations_are_sent_at_once_than_asked_for(tmp_path) -> None
     assert result.settings["concurrency"] == 3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_trace_can_be_sent_at_its_own_times(tmp_path) -> None:
     # when three seconds of it pass in three milliseconds
     flags = ("--workload", "mooncake", "--conversations", "12", "--rate", "trace", "--time-scale", "0.001")
@@ -130,6 +141,7 @@ def test_a_trace_can_be_sent_at_its_own_times(tmp_path) -> None:
     assert all(row.sent_s >= row.due_s for row in result.rows)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_turns_longer_than_the_context_are_left_out_out_loud(tmp_path, capsys) -> None:
     # when
     result = measured(ScriptedServer(max_model_len=8_000), tmp_path / "a.json", "--workload", "agent")
@@ -141,6 +153,7 @@ def test_turns_longer_than_the_context_are_left_out_out_loud(tmp_path, capsys) -
     assert max(row.prompt_tokens for row in result.rows) + 16 <= 8_000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failures_are_counted_by_kind_and_their_conversations_end(tmp_path, capsys) -> None:
     # given
     server = ScriptedServer(faults={0: "503", 2: "malformed", 3: "error event", 4: "cut", 5: "no usage"})
@@ -188,6 +201,7 @@ def test_a_server_that_reuses_nothing_is_compared_with_one_that_does(tmp_path, c
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_of_different_workloads_are_not_compared(tmp_path, capsys) -> None:
     # given
     first, second = tmp_path / "first.json", tmp_path / "second.json"
@@ -202,6 +216,7 @@ def test_runs_of_different_workloads_are_not_compared(tmp_path, capsys) -> None:
     assert "seed is 0 in the first and 1 in the second" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_server_without_info_is_measured_without_the_ideal(tmp_path) -> None:
     # when
     result = measured(ScriptedServer(info={}), tmp_path / "a.json", "--workload", "mtbench", "--conversations", "2")
@@ -212,6 +227,7 @@ def test_a_server_without_info_is_measured_without_the_ideal(tmp_path) -> None:
     assert "the ideal hit rate is not known: the server does not say its page size" in result.notes
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_an_output_the_result_is_named_after_workload_and_cache(tmp_path, monkeypatch) -> None:
     # given
     monkeypatch.chdir(tmp_path)

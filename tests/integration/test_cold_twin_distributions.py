@@ -64,7 +64,9 @@ def _kl(left: dict[int, float], right: dict[int, float]) -> float:
     return sum(np.exp(value) * (value - right[token]) for token, value in left.items())
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_reuse_changes_neither_ids_nor_distributions(page_size):
     cold_args = ServerArgs(
         cache_type="chunk_cache", page_size=page_size, max_total_tokens=4096, context_length=256, max_running_requests=1

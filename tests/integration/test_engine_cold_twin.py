@@ -85,7 +85,7 @@ def test_random_workloads_answer_as_their_cold_twins(
             max_running_requests=4,
         )
 
-        random_rounds(opened, seed, rounds=90)
+        random_rounds(opened, seed, rounds=70)
         opened.drain()
 
         opened.check_replies()

@@ -183,11 +183,12 @@ def test_what_waits_too_long_is_refused_and_what_runs_goes_on() -> None:
 def test_a_lower_priority_is_served_earlier() -> None:
     """By the log, where one thread writes in the order of ending."""
     with one_at_a_time(8) as (model, asker), ThreadPoolExecutor(4) as pool:
-        # given: prompts of different lengths
+        # given: prompts of different lengths, the first of which runs before another is there
         asked = {"a": 9, "late": 5, "middle": 0, "early": -5}
         for number, (prompt, priority) in enumerate(asked.items(), start=1):
             pool.submit(asker.whole, prompt=prompt, max_tokens=3, priority=priority)
             wait_until(lambda wanted=number: asker.info()["num_requests"] == wanted)
+            model.wait_until_stuck()
 
         # when
         with structlog.testing.capture_logs() as logs:
@@ -195,6 +196,6 @@ def test_a_lower_priority_is_served_earlier() -> None:
             asker.wait_until_idle()
             pool.shutdown()
 
-        # then: the first of them was running already
+        # then
         lengths = [each["prompt_tokens"] for each in logs if each["event"] == "request_finished"]
         assert lengths == [len("a"), len("early"), len("middle"), len("late")]

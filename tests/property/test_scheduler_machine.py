@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from app.core.keys import Namespace
 from app.errors import LockedPageError, OutOfPagesError
+from app.runtime.buckets import bucket
 from tests.support.engine import RuntimeSpy, check_reply, cold_tokens, opened
 from tests.support.scripted_tiers import TieredEngine, tiered
 
@@ -41,6 +42,26 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+class FewBuckets:
+    """Steps of few shapes: every other example opens a pool of its own, whose programs are all compiled anew."""
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self._num_rows = num_rows
+        self._max_pages = max_pages
+
+    def rows(self, count: int) -> int:
+        return self._num_rows
+
+    def tokens(self, count: int) -> int:
+        return bucket(count, 64)
+
+    def chunk(self, longest: int) -> int:
+        return 128
+
+    def pages(self, num_tokens: int) -> int:
+        return self._max_pages
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Every reply is checked against the cold twin when it comes; every owner's invariants after every rule."""
 
@@ -67,6 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine = self.tiered.engine
         else:
             self.engine = self.stack.enter_context(opened(**fields))
+        rows = self.engine.container.req_to_token_pool()
+        self.engine.runtime._buckets = FewBuckets(rows.num_rows, rows.max_pages)
         self.spy = RuntimeSpy(self.engine.runtime)
 
     def teardown(self) -> None:

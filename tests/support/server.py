@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def running_server(
         overridden(args, fake=fake, model=model, **(overrides or {})) as container,
     ):
         parts = assemble(container, http_args.served_model_name, publisher)
+        gc.freeze()  # so that it looks for no garbage among what other tests left; it thaws it at its end
         server = _started(parts, http_args, publisher)
         try:
             yield server

@@ -153,7 +153,8 @@ class Node:
     def __init__(self, command: Sequence[str], folder: Path, name: str) -> None:
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         cached = {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        environment = {**os.environ, **cached, "JAX_PLATFORMS": "cpu", "TPUKV_CACHE_DIR": str(folder / "cache")}
+        own = {"JAX_PLATFORMS": "cpu", "TPUKV_CACHE_DIR": str(folder / "cache")}
+        environment = {**cached, **os.environ, **own}  # where tests keep what they compile, so does a node
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
                 [sys.executable, *command], cwd=ROOT, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL

@@ -16,6 +16,8 @@ from app.models.bundled import find_bundled_model
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "CONTROL_STEPS", 6)
     monkeypatch.setattr(control, "NO_REUSE_REQUESTS", 6)
+    monkeypatch.setattr(control, "NO_REUSE_TOKENS", 160)
+    monkeypatch.setattr(control, "NO_REUSE_OUTPUTS", 4)
     monkeypatch.setattr(control, "CONTROL_ROUNDS", 2)
     monkeypatch.setattr(control, "CONTROL_BATCHES", (1, 3))
     monkeypatch.setattr(bench, "DECODE_BATCHES", (1,))
