@@ -243,15 +243,6 @@ class PagedTokenToKVPoolAllocator:
         if loose.size:
             raise StaleHandleError(what="prefix page", held=loose[:8].tolist(), current="free")
 
-    def check_held_or(self, pages: np.ndarray, freed: np.ndarray) -> None:
-        """The same, where pages that a plan frees, (f,) int32, count as held: whoever reads them comes before."""
-        _require_int32(pages)
-        if pages.size and freed.size:
-            self._book.refuse_foreign(pages)
-            loose = pages[self._book.state[pages] != _HELD]
-            pages = loose[~np.isin(loose, freed)]
-        self.check_held(pages)
-
     def give_back(self, pages: np.ndarray) -> None:
         """Held pages, (n,) int32, of a discarded reservation become free at once. Refuses as `port.free` does."""
         _require_int32(pages)

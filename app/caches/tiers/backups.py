@@ -35,7 +35,6 @@ from app.core.keys import RadixKey
 from app.core.transfers import Backup, PageCounts, PageIds, TierLimits, TransferEnd
 
 MAX_OFFERS_A_PLAN = 64
-_PATIENCE_PLANS = 64  # that a prompt which was published waits for its answer
 _MAX_LET_GO = 64  # keys, that nobody looked at before
 _ENDS_TRIED = 32  # of those that a prefix can be cut to, so that it fits
 
@@ -65,9 +64,7 @@ class Backups:
         self._policy = settings.write_policy
         self._min_hits = settings.write_min_hits if settings.write_policy == "write_through_selective" else 0
         self._is_plain = needs.is_plain
-        waits = settings.write_policy == "write_through"
-        self._offers = Offers(patience=(_PATIENCE_PLANS if waits else 0) if needs.is_plain else None)
-        self._is_decoding = False
+        self._offers = Offers(covers_shorter=needs.is_plain)
         self._allowed = 0  # bytes of offers, for the plan that is being made
         self._last_offer: RadixKey | None = None
         self._leaving: list[Leaving] = []
@@ -85,7 +82,7 @@ class Backups:
     @property
     def is_urgent(self) -> bool:
         """Whether something is better begun now than with the next plan that has rows."""
-        return bool(self._offers.num_ready or self._leaving)
+        return bool(self._offers or self._leaving)
 
     @property
     def num_sent(self) -> int:
@@ -136,8 +133,7 @@ class Backups:
         self._leaving.append(Leaving(self._head(key, part.end), part))
 
     def note_step(self, *, prompt_tokens: int, decode_rows: int, seconds: float) -> None:
-        """As CacheTiers says. While nothing decodes, no prompt waits for its answer."""
-        self._is_decoding = decode_rows > 0
+        """As CacheTiers says."""
         is_copying = bool(self._sent)
         self.pace.note_step(
             prompt_tokens=prompt_tokens, decode_rows=decode_rows, seconds=seconds, is_copying=is_copying
@@ -145,7 +141,6 @@ class Backups:
 
     def lift(self) -> None:
         """Nobody decodes beside the next plan: it may begin all there is room for."""
-        self._is_decoding = False
         self.pace.lift()
 
     # -- plans
@@ -157,10 +152,7 @@ class Backups:
         """
         self._covered.clear()
         self._leaving_pages = 0
-        self._offers.next_plan()
-        if not self._is_decoding:
-            self._offers.ripen()
-        self._allowed = self.pace.take() if self._offers.num_ready and not is_restoring else 0
+        self._allowed = self.pace.take() if self._offers and not is_restoring else 0
         return bool(self._allowed or self._leaving or self._drafted or len(self._let_go) > _MAX_LET_GO)
 
     def draft(self, *, restoring_bytes: int) -> tuple[Backup, ...]:
@@ -292,7 +284,7 @@ class Backups:
         """Those that wait longest, as many as the pace allows; one of them whatever its length."""
         allowed = self._allowed
         least = self._limits.page_bytes.pages if self._is_plain else room
-        for _ in range(min(self._offers.num_ready, MAX_OFFERS_A_PLAN)):
+        for _ in range(min(len(self._offers), MAX_OFFERS_A_PLAN)):
             if allowed <= 0:
                 return
             offer = self._offers.take()

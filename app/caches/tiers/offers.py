@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,14 +21,12 @@ class Offer:
 
     pages: (n,) int32, of all of `key` on the device, as long as that node is there.
     num_begun: pages of `key` that were copied for it already, or are about to be.
-    due: while it is young, the plan at which it is ready; else 0.
     """
 
     key: RadixKey
     node: TreeNode | None = None
     pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
     num_begun: int = 0
-    due: int = 0
 
     def span(self, first: int) -> Span:
         """Of `pages`, from page index `first` on."""
@@ -37,32 +34,18 @@ class Offer:
 
 
 class Offers:
-    """In order of waiting. A prefix takes the place of a shorter one of it that waits, so that both are one copy.
-
-        added --> young -- continued, or after `patience` plans --> ready --> taken
-
-    Young ones wait for what continues them, as an answer does its prompt: a copy costs control nearly as much for a few
-    pages as for many. If they are evicted meanwhile, they are copied for that.
+    """In order of waiting. A prefix takes the place of a shorter one of it that waits, so that both are one copy: it
+    costs control nearly as much for a few pages as for many.
     """
 
-    def __init__(self, *, patience: int | None) -> None:
-        """patience: in plans.
-
-        None: nothing takes another's place, for where a longer prefix is usable the shorter one need not be.
-        """
-        self._patience = patience
-        self._ready: deque[Offer] = deque()
-        self._young: deque[Offer] = deque()  # the next that is due first; perhaps some that are ready
-        self._num_young = 0
-        self._plan = 1
+    def __init__(self, *, covers_shorter: bool) -> None:
+        """covers_shorter: where a prefix is usable, all shorter ones are; else none takes another's place."""
+        self._covers_shorter = covers_shorter
+        self._waiting: deque[Offer] = deque()
         self._at: dict[TreeNode, Offer] = {}  # all whose place another can take
 
     def __len__(self) -> int:
-        return len(self._ready) + self._num_young
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
+        return len(self._waiting)
 
     def add(self, key: RadixKey, node: TreeNode, pages: np.ndarray) -> bool:
         """-> False if there are too many. O(nodes above it)."""
@@ -72,80 +55,51 @@ class Offers:
             if shorter is not None:
                 shorter.key, shorter.node, shorter.pages = key, node, pages
                 self._at[node] = shorter
-                self._ripen(shorter)
                 return True
             above = above.parent
-        if len(self) >= MAX_OFFERS:
+        if len(self._waiting) >= MAX_OFFERS:
             return False
-        offer = Offer(key, node, pages)
-        if self._patience:
-            offer.due = self._plan + self._patience
-            self._young.append(offer)
-            self._num_young += 1
-        else:
-            self._ready.append(offer)
-        self._note(offer)
+        self.put_last(Offer(key, node, pages))
         return True
 
-    def next_plan(self) -> None:
-        """O(those that have waited long enough)."""
-        self._plan += 1
-        while self._young and self._young[0].due <= self._plan:
-            self._ripen(self._young.popleft())
-
-    def ripen(self) -> None:
-        """Nothing is to be waited for."""
-        while self._young:
-            self._ripen(self._young.popleft())
-
     def take(self) -> Offer:
-        """The one that is ready and waits longest."""
-        offer = self._ready.popleft()
+        """The one that waits longest."""
+        offer = self._waiting.popleft()
         if offer.node is not None:
             self._at.pop(offer.node, None)
         return offer
 
     def put_last(self, offer: Offer) -> None:
-        """It goes on waiting, and is ready."""
-        self._ready.append(offer)
+        """It goes on waiting."""
+        self._waiting.append(offer)
         self._note(offer)
 
     def put_first(self, *offers: Offer) -> None:
-        """They go on waiting, are ready, and are taken before all others, the first of them first."""
-        self._ready.extendleft(reversed(offers))
+        """They go on waiting and are taken before all others, the first of them first."""
+        self._waiting.extendleft(reversed(offers))
         for offer in offers:
             self._note(offer)
 
     def start_anew(self) -> None:
         """Nothing was copied of any of them."""
-        for offer in self:
+        for offer in self._waiting:
             offer.num_begun = 0
 
     def forget_from(self, key: RadixKey) -> None:
         """Those that continue `key`. O(all)."""
-        left = [each for each in self if each.key.namespace != key.namespace or not each.key.uncut.startswith(key.raw)]
+        left = [
+            each
+            for each in self._waiting
+            if each.key.namespace != key.namespace or not each.key.uncut.startswith(key.raw)
+        ]
         self.clear()
         for offer in left:
-            offer.due = 0
             self.put_last(offer)
 
     def clear(self) -> None:
-        self._ready.clear()
-        self._young.clear()
-        self._num_young = 0
+        self._waiting.clear()
         self._at.clear()
 
-    def __iter__(self) -> Iterator[Offer]:
-        """The ready ones first."""
-        yield from self._ready
-        yield from (each for each in self._young if each.due)
-
-    def _ripen(self, offer: Offer) -> None:
-        if offer.due:
-            offer.due = 0
-            self._num_young -= 1
-            self._ready.append(offer)
-
     def _note(self, offer: Offer) -> None:
-        if self._patience is not None and offer.node is not None:
+        if self._covers_shorter and offer.node is not None:
             self._at[offer.node] = offer
