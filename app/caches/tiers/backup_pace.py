@@ -17,7 +17,7 @@ class Tolerance(NamedTuple):
     ratio: float
 
 
-# Below what decoding may cost in all, 5 % in the middle: a pace that doubts its own measure passes its aim now and then.
+# Below the 5 % in the middle that decoding may lose: a pace that measures passes its aim now and then.
 TOLERATED = (Tolerance(0.5, 1.03), Tolerance(0.85, 1.08))
 _JUDGED = 8  # steps with backups under way, after which the pace changes
 _REMEMBERED = 64  # steps without
