@@ -71,11 +71,12 @@ def backups_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> dict[str, Any]:
     prefixes = _prefixes_on_device(rig, load)
     total = load.windows * (load.window_steps + _WARM_UP_STEPS)
     _start_decoding(rig, load, outputs=3 * total + 64)
-    times: dict[str, list[float]] = {arm: [] for arm in _ARMS}
+    times: dict[str, list[list[float]]] = {arm: [] for arm in _ARMS}  # by window
     num_bytes = num_steps = 0
     plain = PlainCopies(rig.carrier.page_bytes)
     for window in range(load.windows):
         arm = _ARMS[window % len(_ARMS)]
+        times[arm].append([])
         before = rig.tiers.counters().backed_up_bytes
         for step in range(_WARM_UP_STEPS + load.window_steps):
             if arm == "backups":
@@ -87,7 +88,7 @@ def backups_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> dict[str, Any]:
                 plain.begin(num_bytes // max(num_steps, 1))
             rig.scheduler.step()
             if step >= _WARM_UP_STEPS:
-                times[arm].append(time.perf_counter() - began)
+                times[arm][-1].append(time.perf_counter() - began)
         num_bytes += rig.tiers.counters().backed_up_bytes - before
         num_steps += _WARM_UP_STEPS + load.window_steps if arm == "backups" else 0
         _until_settled(rig)
@@ -95,23 +96,26 @@ def backups_beside_decodes(rig: OverlapRig, load: DecodeLoad) -> dict[str, Any]:
     rig.finish()
     rig.empty_device()
     rig.empty_host()
-    points = {arm: [float(np.percentile(times[arm], q)) for q in (50, 99)] for arm in _ARMS}
-    (backups_50, backups_99), (floor_50, floor_99), (none_50, none_99) = (
-        points[arm] for arm in ("backups", "floor", "none")
-    )
+    every = {arm: [seconds for each in times[arm] for seconds in each] for arm in _ARMS}
+    p50, p99 = ({arm: 1e3 * float(np.percentile(every[arm], q)) for arm in _ARMS} for q in (50, 99))
     return {
-        "itl_ratio_p50": backups_50 / none_50,
-        "itl_ratio_p99": backups_99 / none_99,
-        "itl_floor_p50": floor_50 / none_50,
-        "itl_floor_p99": floor_99 / none_99,
+        "itl_ratio_p50": _median_ratio(times["backups"], times["none"]),
+        "itl_ratio_p99": p99["backups"] / p99["none"],
+        "itl_floor_p50": _median_ratio(times["floor"], times["none"]),
+        "itl_floor_p99": p99["floor"] / p99["none"],
         "itl_ms": {
-            "with_p50": 1e3 * backups_50,
-            "without_p50": 1e3 * none_50,
-            "with_p99": 1e3 * backups_99,
-            "without_p99": 1e3 * none_99,
+            "with_p50": p50["backups"],
+            "without_p50": p50["none"],
+            "with_p99": p99["backups"],
+            "without_p99": p99["none"],
         },
-        "backed_up_mb_per_s": num_bytes / 1e6 / sum(times["backups"]),
+        "backed_up_mb_per_s": num_bytes / 1e6 / sum(every["backups"]),
     }
+
+
+def _median_ratio(windows: list[list[float]], others: list[list[float]]) -> float:
+    """Of the medians of windows that followed one another: the machine is not as quick from one minute to the next."""
+    return float(np.median([np.median(one) / np.median(other) for one, other in zip(windows, others, strict=False)]))
 
 
 def _prefixes_on_device(rig: OverlapRig, load: DecodeLoad) -> list[np.ndarray]:
