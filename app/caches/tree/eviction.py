@@ -46,14 +46,16 @@ def evict_pages(tree: TreeCore, num_pages: int, leaving: Leaving) -> np.ndarray:
 def evict_parts(tree: TreeCore, component: TreeComponent, count: int, leaving: Leaving) -> np.ndarray:
     """Let a component let go of `count` ids or more, or of all that are not locked, the next in its order first.
 
-    A node that nobody could match any more for it leaves the tree whole.
+    A node that nobody could match any more for it leaves the tree whole. `leaving` is not told of a part that no prefix
+    has needed, where the node stays.
     -> (n,) int32, the full pages of those. O(nodes that lose something).
     """
     dropped: list[TreeNode] = []
     now = tree.clock()
     while component.num_let_go < count and component.order:
-        node = component.order.pop()
-        leaving(node)
+        node, was_needed = component.pop()
+        if was_needed or not node.children:
+            leaving(node)
         component.hollow(node)
         dropped += tree.drop_useless(node, now)
     return tree.left(dropped)

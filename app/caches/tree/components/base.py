@@ -191,6 +191,10 @@ class TreeComponent(ABC):
 
     # -- what eviction takes --------------------------------------------------------------------------------------
 
+    def pop(self) -> tuple[TreeNode, bool]:
+        """The node whose part goes next, out of the order. -> it, and whether a prefix has needed that part."""
+        return self.order.pop(), True
+
     def hollow(self, node: TreeNode) -> None:
         """A node that was popped from the order loses its part and stays in the tree."""
         part = self.parts.pop(node)

@@ -89,6 +89,10 @@ class WindowComponent(TreeComponent):
         else:
             self._order.split(lower, upper)
 
+    def pop(self) -> tuple[TreeNode, bool]:
+        is_unused = self._order.is_unused_next
+        return self._order.pop(), not is_unused
+
     def enter(self, node: TreeNode) -> None:
         self._order.add_unused(node)
 

@@ -73,8 +73,13 @@ class UnusedFirst:
         else:
             self._used.touch(node)
 
+    @property
+    def is_unused_next(self) -> bool:
+        """Whether `pop` takes one that is unused."""
+        return bool(self._unused) and (not self._used or SHARE * self._num_unused > self.num_pages)
+
     def pop(self) -> TreeNode:
-        if self._unused and (not self._used or SHARE * self._num_unused > self.num_pages):
+        if self.is_unused_next:
             node = self._unused.popitem(last=False)[0]
             self._num_unused -= node.pages.size
         else:
