@@ -139,10 +139,6 @@ class Backups:
             prompt_tokens=prompt_tokens, decode_rows=decode_rows, seconds=seconds, is_copying=is_copying
         )
 
-    def lift(self) -> None:
-        """Nobody decodes beside the next plan: it may begin all there is room for."""
-        self.pace.lift()
-
     # -- plans
 
     def next_plan(self, *, is_restoring: bool) -> bool:

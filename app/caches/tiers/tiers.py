@@ -141,7 +141,7 @@ class Tiers:
     def plan(self, wait_s: float = 0.0) -> TransferPlan:
         self._catch_up_host()
         if wait_s:
-            self._backups.lift()
+            self._backups.pace.lift()
         restoring_bytes = self._restores.bytes_in_flight
         has_backups = self._backups.next_plan(is_restoring=restoring_bytes > 0)
         is_due = has_backups or wait_s or self._restores.num_drafted or self._storage.is_urgent

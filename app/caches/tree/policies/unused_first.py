@@ -1,9 +1,9 @@
 """An order in which parts that no prefix has needed yet go before those that one has: for window pages.
 
 Of a long prompt, a later request that goes on after it needs the window pages of its end; those before are of use only
-to one that leaves it half-way. As many come in with every prompt as the window pool holds ends of prompts, so without
-this they would push out what is wanted. They keep a small share all the same, for the second of two requests that begin
-alike: the queue for newcomers of 2Q (Johnson and Shasha, VLDB 1994). See docs/decisions/0018.
+to one that leaves it half-way. There are far more of them, so without this they would push the ends out. They keep a
+small share all the same, for the second of two requests that begin alike: the queue for newcomers of 2Q (Johnson and
+Shasha, VLDB 1994). See docs/decisions/0018.
 """
 
 from __future__ import annotations
