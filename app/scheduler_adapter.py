@@ -307,16 +307,20 @@ class SchedulerAdapter:
 
         -> whether they are; evicts nothing when that cannot be reached. Snapshots are not looked at.
         """
+        shortfall = num_pages + beside.pages - self._allocator.available()
+        if shortfall <= 0 and self._window_shortfall(num_pages + beside.window_pages) <= 0:
+            return True  # without a look at the cache: this is asked in every step
         if num_pages > self.reachable(beside):
             return False
-        shortfall = num_pages + beside.pages - self._allocator.available()
         if shortfall > 0:
             self.num_evicted_pages += self._cache.evict(shortfall)
-        if self._windows is not None:
-            shortfall = num_pages + beside.window_pages - self._windows.available()
-            if shortfall > 0:
-                self._cache.evict_window(shortfall)
+        shortfall = self._window_shortfall(num_pages + beside.window_pages)
+        if shortfall > 0:
+            self._cache.evict_window(shortfall)
         return True
+
+    def _window_shortfall(self, num_pages: int) -> int:
+        return 0 if self._windows is None else num_pages - self._windows.available()
 
     def make_room_for_snapshots(self, count: int) -> None:
         """Evict until so many snapshots are available, or nothing unlocked is left: who gets none does without."""

@@ -79,7 +79,8 @@ class Planner:
         for sequence, prefix in draft.admitted:
             planned = sum(chunk.length for chunk in draft.chunks if chunk.sequence is sequence)
             pages += self._pages(sequence.known) - self._pages(prefix.num_tokens + planned)
-        window_pages = sum(self._unreserved_window(sequence) for sequence in half_done + newcomers)
+        window_pages = sum(self._unreserved_window(sequence) for sequence in half_done)
+        window_pages += self._adapter.window_pages_kept * len(newcomers)
         num_rows = self._table.num_running + len(newcomers)
         self._ahead.begin(draft, promised=PageCounts(pages, window_pages), num_rows=num_rows)
         self._make_room_for_snapshots(draft)
@@ -221,21 +222,22 @@ class Planner:
             draft.admitted.append((sequence, prefix))
             computing.append(sequence)
             before = draft.pages
-            self._add_chunk(draft, sequence, cached)
+            self._add_chunk(draft, sequence, cached, window_pages_left_over=0 if alone else promised.window_pages)
             promised.pages += 1 + need - (draft.pages - before)
             promised.window_pages += max(0, window_need - (draft.pages - before))
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int) -> None:
-        """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had."""
-        start = sequence.computed
-        length = min(sequence.known - start, draft.budget)
-        restoring = draft.restoring
-        if not self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring):
-            fitting = self._adapter.reachable(restoring) - draft.pages + held_pages
-            length = min(length, fitting * self._adapter.page_size - start)
-            if length <= 0:
-                return
-            self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring)
+    def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int, window_pages_left_over: int = 0) -> None:
+        """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had.
+
+        window_pages_left_over: what the chunk leaves to others.
+        """
+        start, restoring = sequence.computed, draft.restoring
+        beside = PageCounts(restoring.pages, restoring.window_pages + window_pages_left_over)
+        fitting = self._adapter.reachable(beside) - draft.pages + held_pages
+        length = min(sequence.known - start, draft.budget, fitting * self._adapter.page_size - start)
+        if length <= 0:
+            return
+        self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring)
         length, snapshot = self._to_snapshot(start, length)
         draft.pages += max(0, self._pages(start + length) - held_pages)
         draft.budget -= length
@@ -256,9 +258,11 @@ class Planner:
         return (point - start, True) if point > start else (length, False)
 
     def _unreserved_window(self, sequence: Sequence) -> int:
-        """Window pages that a running row may still take before it gives as many back."""
-        held = self._adapter.num_own_window_pages(sequence.request_id)
-        return max(0, self._adapter.window_pages_kept - held)
+        """Window pages that a running row may still take before it gives as many back, or ends."""
+        to_the_window = self._adapter.window_pages_kept - self._adapter.num_own_window_pages(sequence.request_id)
+        slot = sequence.slot
+        to_the_end = self._pages(int(self._table.end[slot])) - int(self._table.num_pages[slot])
+        return max(0, min(to_the_window, to_the_end))
 
     def _unreserved(self, sequence: Sequence, draft: Draft) -> int:
         """Pages that a half-done prompt will still take after this step."""

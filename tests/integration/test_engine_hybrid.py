@@ -25,12 +25,12 @@ RNG = np.random.default_rng(7)
 STEM = RNG.integers(0, 256, 60).astype(np.int32)
 
 
-def run(engine: Engine, max_steps: int = 400) -> None:
-    """To the end, with every invariant checked and everything loose overwritten after each step."""
-    for _ in range(max_steps):
+def run(engine: Engine, max_steps: int = 400) -> int:
+    """To the end, with every invariant checked and everything loose overwritten after each step. -> steps."""
+    for num_steps in range(max_steps):
         if not engine.scheduler.has_work():
             engine.check_replies()
-            return
+            return num_steps
         engine.step()
         engine.check()
         engine.poison_free_pages()
@@ -165,6 +165,25 @@ def test_mixed_arrivals_over_any_small_window_pool_never_stall(num_pages: int) -
             engine.check()
         run(engine, max_steps=1500)
         assert {output.finish_reason for output in engine.outputs.values()} == {"length"}
+
+
+@pytest.mark.parametrize(("max_total_tokens", "more_steps"), [(240, 9), (320, 0)])
+def test_a_tree_runs_as_many_rows_at_once_as_no_tree(max_total_tokens: int, more_steps: int) -> None:
+    """Prompts of one to two windows, short answers, nothing shared, in pools that they fill.
+
+    What publishing keeps of a prompt is its window and no more, an answer reserves no window that it cannot reach, and
+    who is new takes nothing that the others still need.
+    """
+    num_steps = {}
+    for cache_type in CACHES:
+        sizes = {"window": 16, "max_running_requests": 6, "max_total_tokens": max_total_tokens}
+        with opened(cache_type=cache_type, **sizes) as engine:
+            rng = np.random.default_rng(7)
+            for _ in range(24):
+                engine.add(rng.integers(0, 256, 30), max_tokens=5)
+            num_steps[cache_type] = run(engine)
+            assert engine.scheduler.num_retractions == 0
+    assert num_steps["unified_radix_cache"] <= num_steps["chunk_cache"] + more_steps
 
 
 def test_window_pages_held_by_a_long_answer_do_not_grow_with_it() -> None:

@@ -96,8 +96,7 @@ class ComponentModel(ListModel):
         there = self.present(namespace, path)
         self._split_with_parts(namespace, path[:there])
         if there < count:
-            needed = self._needed(count).start if self.window is not None else there
-            begin = needed if needed - there >= count - needed else there
+            begin = max(there, self._needed(count).start) if self.window is not None else there
             for first, end in ((there, begin), (begin, count)):
                 if first < end:
                     leaf = ListNode(namespace, path[:end], first, pages[first:end])

@@ -200,8 +200,8 @@ class TreeCore:
                 cut = component.front(begin, count)
                 if cut > begin:
                     edge = raw[begin * self.page_bytes : cut * self.page_bytes]
-                    node = self._attach(node, edge, adopted[: cut - begin].copy(), key.priority)
-                    begin, adopted = cut, adopted[cut - begin :].copy()
+                    node = self._attach(node, edge, adopted[: cut - begin], key.priority)
+                    begin, adopted = cut, adopted[cut - begin :]
             node = self._attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
             offer.adopt(node, self._split)
@@ -294,6 +294,8 @@ class TreeCore:
 
     def _usable(self, place: Place) -> Place:
         """Cut to what every component can serve."""
+        if place[2] is None and place[0].parent is None:
+            return place
         return cut_to_usable(place, self.components, place[1] // self.page_bytes + place[3], self.page_size)[0]
 
     def _split(self, lower: TreeNode, num_pages: int) -> TreeNode:

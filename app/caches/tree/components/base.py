@@ -250,9 +250,9 @@ class TreeComponent(ABC):
 def upwards(node: TreeNode, first: int) -> list[TreeNode]:
     """`node` and those above it that end after `first` tokens, the deepest first."""
     path = []
-    at, first = node, max(first, 0)  # a root ends after none
-    while at.end > first:
+    at: TreeNode | None = node
+    first = max(first, 0)  # a root ends after none
+    while at is not None and at.end > first:
         path.append(at)
-        assert at.parent is not None
         at = at.parent
     return path

@@ -61,19 +61,19 @@ class WindowComponent(TreeComponent):
         return end
 
     def front(self, first: int, end: int) -> int:
-        needed = first_needed_page(end * self.page_size, self.window, self.page_size)
-        return needed if needed - first >= end - needed else first
+        return max(first, first_needed_page(end * self.page_size, self.window, self.page_size))
 
     def isolate(self, node: TreeNode, split: Split) -> None:
         """Where the window begins far inside a node. Nearer to its front a split would hold back less than it costs:
         windows that begin all over a shared prefix would shatter it.
         """
-        end = node.end // self.page_size
-        for at in upwards(node, self.reach(node)):
-            first = at.start // self.page_size
-            needed = self.front(first, end)
-            if needed > first:
-                split(at, needed - first)
+        path = upwards(node, self.reach(node))
+        if not path:
+            return
+        first, end = path[-1].start // self.page_size, node.end // self.page_size
+        before = self.front(first, end) - first
+        if before and before >= end - first - before:
+            split(path[-1], before)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         part = self.parts.get(lower)
@@ -90,8 +90,7 @@ class WindowComponent(TreeComponent):
             self._order.split(lower, upper)
 
     def pop(self) -> tuple[TreeNode, bool]:
-        is_unused = self._order.is_unused_next
-        return self._order.pop(), not is_unused
+        return self._order.pop_next()
 
     def enter(self, node: TreeNode) -> None:
         self._order.add_unused(node)
@@ -167,6 +166,7 @@ class WindowOffer:
         page_size, parts = component.page_size, component.parts
         assert self._wanted is not None
         component.owned.adopt(self._wanted)
+        taken = np.array(self._pages[first:], np.int32)  # the caller goes on to write to its own
         for at in upwards(node, first * page_size):
             if at in parts:
                 continue
@@ -174,7 +174,7 @@ class WindowOffer:
             if begin < first:
                 split(at, first - begin)  # `at` is the lower one
                 begin = first
-            component.give(at, self._pages[begin : at.end // page_size].astype(np.int32))
+            component.give(at, taken[begin - first : at.end // page_size - first])
 
     def named(self, node: TreeNode) -> dict[str, Any]:
         parts, end = self._component.parts, node.end // self._component.page_size

@@ -73,19 +73,19 @@ class UnusedFirst:
         else:
             self._used.touch(node)
 
-    @property
-    def is_unused_next(self) -> bool:
-        """Whether `pop` takes one that is unused."""
-        return bool(self._unused) and (not self._used or SHARE * self._num_unused > self.num_pages)
-
     def pop(self) -> TreeNode:
-        if self.is_unused_next:
+        return self.pop_next()[0]
+
+    def pop_next(self) -> tuple[TreeNode, bool]:
+        """`pop`. -> the node, and whether it was used."""
+        num_unused = self._num_unused
+        if num_unused and (SHARE * num_unused > self._num_used + num_unused or not self._used):
             node = self._unused.popitem(last=False)[0]
-            self._num_unused -= node.pages.size
-        else:
-            node = self._used.pop()
-            self._num_used -= node.pages.size
-        return node
+            self._num_unused = num_unused - node.pages.size
+            return node, False
+        node = self._used.pop()
+        self._num_used -= node.pages.size
+        return node, True
 
     def clear(self) -> None:
         self._unused.clear()
