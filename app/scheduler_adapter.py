@@ -242,24 +242,22 @@ class SchedulerAdapter:
             self.drop_snapshot(snapshot)
             return None
         result = self._insert(request_id, lease, settled, snapshot)
-        if result.pages.size <= lease.shared:
+        if result.num_tokens // self._page_size <= lease.shared:
             return None
-        receipt = self._cache.lock(result)
-        self._cache.unlock(lease.receipt)
-        lease.receipt = receipt
+        lease.receipt = self._cache.relock(lease.receipt, result)
         return self._hand_over(request_id, lease, result)
 
     def _hand_over(self, request_id: str, lease: _Lease, result: InsertResult) -> Published:
         """What was published is the cache's; where that has pages of its own, the request's are freed."""
-        published, first = result.pages.size, lease.shared
+        published, first = result.num_tokens // self._page_size, lease.shared
         lease.shared = published
-        held, cached = lease.pages.view()[first:published], result.pages[first:published]
+        held, cached = lease.pages.view()[first:published], result.pages[first - result.first :]
         differs = held.tobytes() != cached.tobytes()  # as bytes, which is quicker than `!=` and `any`
         if differs:
             self._allocator.free(held[held != cached])
             held[:] = cached
         if self._windows is not None:
-            differs |= self._windows.publish(request_id, result.window_pages)
+            differs |= self._windows.publish(request_id, result.window_pages[first - result.first :])
         if not differs:
             return Published(published)
         window_pages = NO_PAGES
@@ -275,9 +273,9 @@ class SchedulerAdapter:
     def _insert(self, request_id: str, lease: _Lease, settled: RadixKey, snapshot: int) -> InsertResult:
         pages = lease.pages.view()
         if self._windows is None and self._snapshots is None:
-            return self._cache.insert(settled, pages)
+            return self._cache.insert(settled, pages, after=lease.receipt)
         window_pages = NO_PAGES if self._windows is None else self._windows.held_pages(request_id)
-        result = self._cache.insert(settled, pages, window_pages, snapshot)
+        result = self._cache.insert(settled, pages, window_pages, snapshot, lease.receipt)
         if snapshot and self._snapshots is not None:
             (self._snapshots.adopted if result.state_adopted else self._snapshots.drop)(snapshot)
         return result
@@ -287,7 +285,7 @@ class SchedulerAdapter:
         lease = self._leases.get(request_id)
         if lease is not None and len(settled) // self._page_size > lease.shared:
             result = self._insert(request_id, lease, settled, 0)
-            if result.pages.size > lease.shared:
+            if result.num_tokens // self._page_size > lease.shared:
                 self._hand_over(request_id, lease, result)  # nobody locks it: nobody reads it
         self.release(request_id)
 

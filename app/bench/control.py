@@ -31,9 +31,9 @@ CONTROL_BATCHES = (1, 16, 64, 256)
 CONTROL_STEPS = 200
 CONTROL_ROUNDS = 3
 NO_REUSE_REQUESTS = 48
-NO_REUSE_TOKENS = 600
-NO_REUSE_OUTPUTS = 32
+NO_REUSE_SHAPES = ((250, 128), (600, 32), (2000, 32))  # tokens of a prompt and of its answer
 NO_REUSE_WINDOW = 128
+NO_REUSE_ROUNDS = 5
 NO_REUSE_CACHES = ("unified_radix_cache", "chunk_cache")
 
 
@@ -93,22 +93,36 @@ def _one_control_step(scheduler: Scheduler, cache: TimedCache, runtime: TimedRun
     return total / 1e3, (total - tree - prepare) / 1e3, tree / 1e3, prepare / 1e3
 
 
-def no_reuse_times() -> dict[str, Any]:
-    """Processor microseconds of control for a request, by cache, the least of some rounds taken in turn."""
-    rounds = [[_no_reuse_time(name) for name in NO_REUSE_CACHES] for _ in range(CONTROL_ROUNDS)]
-    least = [min(times) for times in zip(*rounds, strict=True)]
-    return {"us_a_request": dict(zip(NO_REUSE_CACHES, least, strict=True)), "ratio": least[0] / least[1]}
+def no_reuse_times() -> list[dict[str, Any]]:
+    """For each shape, processor microseconds of control for a request, by cache.
+
+    Of some rounds taken in turn the least; their ratio is the median of those of the rounds.
+    """
+    return [_no_reuse_times(*shape) for shape in NO_REUSE_SHAPES]
 
 
-def _no_reuse_time(cache_type: str) -> float:
+def _no_reuse_times(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    rounds = [
+        [_no_reuse_time(name, prompt_tokens, output_tokens) for name in NO_REUSE_CACHES] for _ in range(NO_REUSE_ROUNDS)
+    ]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "us_a_request": dict(zip(NO_REUSE_CACHES, map(min, zip(*rounds, strict=True)), strict=True)),
+        "ratio": median(tree / none for tree, none in rounds),
+    }
+
+
+def _no_reuse_time(cache_type: str, prompt_tokens: int, output_tokens: int) -> float:
     """The first third of the requests fills the pool and is not counted."""
+    num_tokens = prompt_tokens + output_tokens
     args = ServerArgs(
         cache_type=cache_type,
         max_running_requests=8,
-        max_total_tokens=12 * (NO_REUSE_TOKENS + NO_REUSE_OUTPUTS),
-        context_length=2 * NO_REUSE_TOKENS,
+        max_total_tokens=12 * num_tokens,
+        context_length=num_tokens + 64,
     )
-    model = fake_model_config(context_length=2 * NO_REUSE_TOKENS, window=NO_REUSE_WINDOW)
+    model = fake_model_config(context_length=num_tokens + 64, window=NO_REUSE_WINDOW)
     with _timed_engine(args, model) as (container, scheduler, _, runtime):
         spent = 0
         for begin in range(0, NO_REUSE_REQUESTS, NO_REUSE_REQUESTS // 3):
@@ -117,7 +131,7 @@ def _no_reuse_time(cache_type: str) -> float:
             began = time.thread_time_ns()
             for number in range(begin, begin + NO_REUSE_REQUESTS // 3):
                 name = f"no-reuse-{number}"
-                scheduler.add(request_of(container, name, NO_REUSE_TOKENS, outputs=NO_REUSE_OUTPUTS))
+                scheduler.add(request_of(container, name, prompt_tokens, outputs=output_tokens))
             drain(scheduler)
             if begin:
                 spent += time.thread_time_ns() - began - runtime.device_clock.nanoseconds

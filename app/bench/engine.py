@@ -63,8 +63,12 @@ def format_engine_bench(result: dict[str, Any]) -> str:
         for row in result["control"]
     ]
     lines.append("control time of requests that share nothing, model with sliding windows, fake model")
-    lines += [f"  {name}: {us:,.0f} us a request" for name, us in result["no_reuse"]["us_a_request"].items()]
-    lines.append(f"  ratio {result['no_reuse']['ratio']:.2f}")
+    lines += [
+        f"  {row['prompt_tokens']:>5} + {row['output_tokens']:<4}tokens: "
+        + ", ".join(f"{name} {us:,.0f} us a request" for name, us in row["us_a_request"].items())
+        + f"   ratio {row['ratio']:.2f}"
+        for row in result["no_reuse"]
+    ]
     return "\n".join(lines)
 
 

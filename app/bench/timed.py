@@ -98,10 +98,18 @@ class TimedCache(BasePrefixCache):
     def unlock(self, receipt: LockReceipt) -> None:
         self.clock.time(self._cache.unlock, receipt)
 
+    def relock(self, receipt: LockReceipt, found: InsertResult) -> LockReceipt:
+        return self.clock.time(self._cache.relock, receipt, found)
+
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
-        return self.clock.time(self._cache.insert, key, pages, window_pages, state)
+        return self.clock.time(self._cache.insert, key, pages, window_pages, state, after)
 
     def unlock_window(self, receipt: LockReceipt) -> None:
         self.clock.time(self._cache.unlock_window, receipt)

@@ -251,7 +251,24 @@ def _match_and_insert(page_size: int) -> dict[str, float]:
     for part in range(1, 65):
         cache.insert(stored.head(part * _LONG // 64), pages)
     measured["match 32k, chain of 64 nodes"] = _least_us(lambda: cache.match(query))
+    for depth, parts in (("512", 1), ("32k, 64 nodes", 64)):
+        measured[f"publish 512 more, behind {depth}"] = min(
+            _publish_more(cache, longer, pages, parts) for _ in range(20)
+        )
     return measured
+
+
+def _publish_more(cache: BasePrefixCache, key: RadixKey, pages: np.ndarray, parts: int) -> float:
+    """Microseconds to publish the next part of a prompt whose first `parts` its request has published and locked."""
+    cache.reset()
+    step = _LONG // 64
+    receipt = cache.lock(cache.match(key.head(1)))
+    for part in range(1, parts + 2):
+        head = key.head(part * step)
+        started = time.perf_counter_ns()
+        receipt = cache.relock(receipt, cache.insert(head, pages, after=receipt))
+        spent = time.perf_counter_ns() - started
+    return spent / 1e3
 
 
 def _evict_a_leaf(page_size: int, leaves_evicted: int = 1563, pages_a_leaf: int = 4) -> dict[str, float]:

@@ -52,11 +52,12 @@ class InsertResult(NamedTuple):
     """What an insert did. Lock it as a match is locked, to keep the published prefix.
 
     num_tokens: length of the published prefix, whole pages; 0 from a cache that keeps nothing.
-    pages: (num_tokens // page_size,) int32, the cache's pages for it. Where they differ from the caller's, the caller's
-        are duplicates, still the caller's, and to be freed by it.
+    pages: (num_tokens // page_size - first,) int32, the cache's pages for it. Where they differ from the caller's, the
+        caller's are duplicates, still the caller's, and to be freed by it.
     duplicates: (first page index, page count) of each run that was already there, one per node, in order.
-    window_pages: with a SWA component: (num_tokens // page_size,) int32, the cache's window pages for it, 0 where it
-        has none. Where the caller gave a page and finds another here, its own is a duplicate. Else empty.
+    first: the page index at which `pages` and `window_pages` begin: where the caller's lock ends, if it named one.
+    window_pages: with a SWA component: as many as `pages`, the cache's window pages, 0 where it has none. Where the
+        caller gave a page and finds another here, its own is a duplicate. Else empty.
     state: with a RECURRENT component: the cache's snapshot of exactly num_tokens tokens; 0 only for no tokens.
     state_adopted: whether that is the one that the caller gave; if not, the caller's is still the caller's.
     """
@@ -65,9 +66,13 @@ class InsertResult(NamedTuple):
     pages: np.ndarray
     node: Any
     duplicates: tuple[tuple[int, int], ...]
+    first: int = 0
     window_pages: np.ndarray = NO_PAGES
     state: int = 0
     state_adopted: bool = False
+
+
+NOTHING_PUBLISHED = InsertResult(0, NO_PAGES, None, ())
 
 
 class LockReceipt(NamedTuple):
@@ -184,12 +189,23 @@ class BasePrefixCache(ABC):
         What only the lock kept and nobody could match any more leaves the cache.
         """
 
+    def relock(self, receipt: LockReceipt, found: InsertResult) -> LockReceipt:
+        """Lock what an insert published, and undo the lock that it was given as `after`. -> the receipt of now."""
+        longer = self.lock(found)
+        self.unlock(receipt)
+        return longer
+
     def unlock_window(self, receipt: LockReceipt) -> None:  # noqa: B027  nothing to do without window pages
         """The holder's window is past what it locked: its window pages may go, the rest stays locked. Idempotent."""
 
     @abstractmethod
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
         """Publish settled tokens: cut to whole pages; the cache adopts the pages it did not have.
 
@@ -200,6 +216,8 @@ class BasePrefixCache(ABC):
         window_pages: for a SWA component, as many; 0 where the caller's window has passed.
         state: for a RECURRENT component, a snapshot held by the caller, of exactly the
             key's tokens (whole pages); or 0.
+        after: a lock of the caller's on a prefix of `key`. Pages before its end are not looked at, of either pool; a
+            cache may tell only what comes behind it.
         """
 
     @abstractmethod

@@ -6,7 +6,15 @@ from itertools import combinations
 
 import numpy as np
 
-from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, InsertResult, LockReceipt, MatchResult
+from app.caches.base import (
+    NO_PAGES,
+    NOTHING_PUBLISHED,
+    BasePrefixCache,
+    CacheDeps,
+    InsertResult,
+    LockReceipt,
+    MatchResult,
+)
 from app.caches.receipts import ReceiptBook
 from app.caches.registry import register_kv_cache
 from app.config.model_config import Component
@@ -52,10 +60,15 @@ class ChunkCache(BasePrefixCache):
         self._receipts.redeem(receipt)
 
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
         """Publishes 0 tokens: every page stays the caller's."""
-        return InsertResult(0, NO_PAGES, None, ())
+        return NOTHING_PUBLISHED
 
     def evict(self, num_pages: int) -> int:
         return 0

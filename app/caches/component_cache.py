@@ -75,7 +75,12 @@ class ComponentCache(RadixCache):
         return self._held_protected(self._states)
 
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
         """As the base says.
 
@@ -83,9 +88,11 @@ class ComponentCache(RadixCache):
         ValueError for too few window pages, for a gap in them, or for a snapshot of a key that ends within a page.
         """
         tree = self._tree()
+        locked = tree.receipts.held_by(after) if after else None
         if not self._pools:
-            return tree.insert(key, pages)
-        return tree.insert(key, pages, self._offers(key, window_pages, state))
+            return tree.insert(key, pages, (), locked)
+        first = locked.end // self.page_size if locked else 0
+        return tree.insert(key, pages, self._offers(key, window_pages, first, state), locked)
 
     def unlock_window(self, receipt: LockReceipt) -> None:
         """As the base says. StaleHandleError for a receipt that `unlock` would refuse."""
@@ -121,13 +128,13 @@ class ComponentCache(RadixCache):
         """What is cached of the path to the end of one of the tree's nodes, from page index `first` on."""
         return span_above(node, node.end // self.page_size, first, self.page_size, self._window, self._states)
 
-    def _offers(self, key: RadixKey, window_pages: np.ndarray, state: int) -> list[Offer]:
+    def _offers(self, key: RadixKey, window_pages: np.ndarray, first: int, state: int) -> list[Offer]:
         offers: list[Offer] = []
         num_pages, rest = divmod(key.num_tokens, self.page_size)
         if self._window is not None:
             if window_pages.size < num_pages:
                 raise ValueError(f"{window_pages.size} window pages for a key of {num_pages} whole pages")
-            offers.append(self._window.offer(window_pages[:num_pages]))
+            offers.append(self._window.offer(window_pages[:num_pages], first))
         if self._states is not None:
             if state and rest:
                 raise ValueError(f"snapshot {state} of {key.num_tokens} tokens, which are not whole pages")

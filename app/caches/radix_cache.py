@@ -87,11 +87,24 @@ class RadixCache(BasePrefixCache):
         if pages.size:
             self._free(pages)
 
+    def relock(self, receipt: LockReceipt, found: InsertResult) -> LockReceipt:
+        """As the base says; the receipt stays the same. ValueError for what does not continue the prefix it keeps."""
+        self._tree().relock(receipt, found)
+        return receipt
+
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
-        """As the base says. OwnershipError, and no change, if a page to adopt is cached already under other tokens."""
-        return self._tree().insert(key, pages)
+        """As the base says. OwnershipError, and no change, if a page to adopt is cached already under other tokens, or
+        if `after` keeps other tokens than `key` begins with. StaleHandleError, and no change, if it is stale.
+        """
+        tree = self._tree()
+        return tree.insert(key, pages, (), tree.receipts.held_by(after) if after else None)
 
     def evict(self, num_pages: int) -> int:
         return self._evict_pages(num_pages, self._leaving)

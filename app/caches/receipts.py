@@ -33,6 +33,15 @@ class ReceiptBook(Generic[_Held]):
         if epoch != self.epoch or number not in self._held:
             raise StaleHandleError(what="lock receipt", held=(epoch, number), current=f"epoch {self.epoch}")
 
+    def held_by(self, receipt: LockReceipt) -> _Held:
+        """What the receipt holds. StaleHandleError as `check`."""
+        self.check(receipt)
+        return self._held[receipt.number]
+
+    def move(self, receipt: LockReceipt, held: _Held) -> None:
+        """The receipt, which is out, holds this instead."""
+        self._held[receipt.number] = held
+
     def redeem(self, receipt: LockReceipt) -> _Held:
         """What the receipt held, once. StaleHandleError as `check`."""
         self.check(receipt)

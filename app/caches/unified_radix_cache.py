@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.caches.base import NO_PAGES, CacheDeps, InsertResult, MatchResult
+from app.caches.base import NO_PAGES, CacheDeps, InsertResult, LockReceipt, MatchResult
 from app.caches.component_cache import ComponentCache
 from app.caches.registry import register_kv_cache
 from app.caches.tiers.building import build_tiers
@@ -43,10 +43,15 @@ class UnifiedRadixCache(ComponentCache):
         return found
 
     def insert(
-        self, key: RadixKey, pages: np.ndarray, window_pages: np.ndarray = NO_PAGES, state: int = 0
+        self,
+        key: RadixKey,
+        pages: np.ndarray,
+        window_pages: np.ndarray = NO_PAGES,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
-        result = super().insert(key, pages, window_pages, state)
-        self._listener.published(key, result)
+        result = super().insert(key, pages, window_pages, state, after)
+        self._listener.published(key, result, pages)
         return result
 
     def reset(self) -> None:

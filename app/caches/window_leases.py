@@ -87,22 +87,23 @@ class WindowLeases:
         return self._held[request_id].pages.view()
 
     def publish(self, request_id: str, cached: np.ndarray) -> bool:
-        """The pages of the first cached.size indexes are the cache's now, (n,) int32, 0 where it has none.
+        """So many more pages are the cache's now: `cached`, (n,) int32, 0 where it has none.
 
         Where the request held others, these are freed. -> whether there were such.
         """
         held = self._held[request_id]
-        pages = held.pages.view()
-        own, theirs = pages[held.shared : cached.size], cached[held.shared :]
+        pages, first = held.pages.view(), held.shared
+        end = first + cached.size
+        own, theirs = pages[first:end], cached
         duplicates = NO_PAGES
         if own.tobytes() != theirs.tobytes():  # as bytes, which is quicker than `!=`
             duplicates = own[(own != 0) & (own != theirs)]
             self._allocator.free(duplicates)
         # What the cache may drop at any time is not this request's to read, nor to offer again.
-        locked = first_needed_page(cached.size * self._page_size, self._window, self._page_size)
+        locked = first_needed_page(end * self._page_size, self._window, self._page_size)
+        pages[first:end] = cached
         pages[:locked] = 0
-        pages[locked : cached.size] = cached[locked:]
-        held.shared = cached.size
+        held.shared = end
         self._rows.share(held.row, held.shared)
         return bool(duplicates.size)
 

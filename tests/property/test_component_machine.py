@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from app.caches.base import NO_PAGES, LockReceipt, MatchResult
+from app.caches.base import NO_PAGES, InsertResult, LockReceipt, MatchResult
 from app.caches.unified_radix_cache import UnifiedRadixCache
 from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
@@ -87,13 +87,19 @@ class ComponentMachine(RuleBasedStateMachine):
         assert result.window_pages.tolist() == expected.window
         assert (result.state, result.state_adopted) == (expected.state, expected.state_adopted)
         assert sum(count for _, count in result.duplicates) == min(before, result.pages.size)
+        self.free_what_was_not_adopted(pages, window, state, result)
+        return result
+
+    def free_what_was_not_adopted(
+        self, pages: np.ndarray, window: np.ndarray, state: int, result: InsertResult
+    ) -> None:
+        """`pages`, `window`: from page index `result.first` on."""
         self.rig.free_what_was_not_adopted(pages, result)
         kept = np.zeros_like(window)
         kept[: result.window_pages.size] = result.window_pages
         self.rig.window_allocator.port.free(window[(window != kept) & (window != 0)])
         if state and not result.state_adopted:
             self.rig.state_allocator.port.free(np.array([state], np.int32))
-        return result
 
     def take(self, num_pages: int, num_window_pages: int, *, with_state: bool) -> tuple[np.ndarray, np.ndarray, int]:
         """OutOfPagesError, and nothing is taken, if a pool is too small."""
@@ -126,12 +132,9 @@ class ComponentMachine(RuleBasedStateMachine):
     @rule(target=receipts, tokens=token_lists, namespace=namespaces, with_state=st.booleans())
     def serve(self, tokens: list[int], namespace: Namespace, with_state: bool) -> object:
         """Match, lock, allocate the rest, publish, lock what was published, unlock what was matched."""
-        matched = self.model.match(namespace, self.model.cut(tokens[:-1]))
         path = self.model.cut(tokens)
-        found = self.cache.match(key_of(tokens, namespace))
-        self.check_match(found, namespace, path[: len(matched)], matched)
-        receipt, number = self.cache.lock(found), self.model.lock_found(namespace, path[: len(matched)])
-        num_new = len(path) - len(matched)
+        found, receipt, number = self.admit(tokens, namespace)
+        num_new = len(path) - found.pages.size
         try:
             pages, own, state = self.take(num_new, num_new, with_state=with_state and len(path) > 0)
         except OutOfPagesError:
@@ -143,6 +146,76 @@ class ComponentMachine(RuleBasedStateMachine):
         self.cache.unlock(receipt)
         self.model.unlock(number)
         return (longer, longer_number)
+
+    def admit(self, tokens: list[int], namespace: Namespace) -> tuple[MatchResult, LockReceipt, int]:
+        matched = self.model.match(namespace, self.model.cut(tokens[:-1]))
+        path = self.model.cut(tokens)[: len(matched)]
+        found = self.cache.match(key_of(tokens, namespace))
+        self.check_match(found, namespace, path, matched)
+        return found, self.cache.lock(found), self.model.lock_found(namespace, path)
+
+    @rule(
+        target=receipts, tokens=token_lists, namespace=namespaces, retired=st.integers(0, 7), with_state=st.booleans()
+    )
+    def serve_from_the_lock(self, tokens: list[int], namespace: Namespace, retired: int, with_state: bool) -> object:
+        """The same; what is published begins where the lock ends, which is moved."""
+        _, receipt, number = self.admit(tokens, namespace)
+        return self.publish_from(receipt, number, tokens, namespace, retired, with_state)
+
+    @rule(
+        target=receipts,
+        receipt=consumes(receipts),
+        tokens=token_lists,
+        retired=st.integers(0, 7),
+        with_state=st.booleans(),
+    )
+    def publish_more(
+        self, receipt: tuple[LockReceipt, int], tokens: list[int], retired: int, with_state: bool
+    ) -> object:
+        mine, number = receipt
+        if number not in self.model.locks:
+            with pytest.raises(StaleHandleError):
+                self.cache.insert(key_of([]), NO_PAGES, after=mine)
+            return receipt
+        namespace, path = self.model.locks[number]
+        return self.publish_from(
+            mine, number, [*np.ravel(path).astype(int).tolist(), *tokens], namespace, retired, with_state
+        )
+
+    def publish_from(
+        self, receipt: LockReceipt, number: int, tokens: list[int], namespace: Namespace, retired: int, with_state: bool
+    ) -> object:
+        """retired: of the pages behind the lock, those that the caller's window has passed."""
+        path, first = self.model.cut(tokens), len(self.model.locks[number][1])
+        num_new = len(path) - first
+        retired = min(retired, num_new)
+        try:
+            own, live, state = self.take(num_new, num_new - retired, with_state=with_state and num_new > 0)
+        except OutOfPagesError:
+            return (receipt, number)
+        pages, window = np.concatenate([np.zeros(first, np.int32), own]), NO_PAGES
+        if self.rig.has_window:
+            window = np.concatenate([np.zeros(first + retired, np.int32), live])
+        whole = tokens[: len(path) * PAGE_SIZE] if state else tokens
+        published = self.model.longest_publication(namespace, path, window.tolist(), state)
+        result = self.cache.insert(key_of(whole, namespace), pages, window, state, receipt)
+        if published <= first:
+            assert (result.num_tokens, result.first, result.pages.size) == (first * PAGE_SIZE, first, 0)
+            assert not result.state_adopted
+        else:
+            before = self.model.present(namespace, path)
+            expected = self.model.publish(namespace, path, pages.tolist(), window.tolist(), state)
+            assert (result.num_tokens, result.first) == (len(expected.pages) * PAGE_SIZE, first)
+            assert result.pages.tolist() == expected.pages[first:]
+            assert result.window_pages.tolist() == expected.window[first:]
+            assert (result.state, result.state_adopted) == (expected.state, expected.state_adopted)
+            assert sum(count for _, count in result.duplicates) == min(before, published) - first
+        self.free_what_was_not_adopted(own, window[first:], state, result)
+        if published <= first:
+            return (receipt, number)
+        longer_number = self.model.lock_found(namespace, path[:published])
+        self.model.unlock(number)
+        return (self.cache.relock(receipt, result), longer_number)
 
     @rule(target=matches, tokens=token_lists, namespace=namespaces)
     def match(self, tokens: list[int], namespace: Namespace) -> object:

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.caches.base import InsertResult, LockReceipt, MatchResult
 from app.caches.inspection import Miss
 from app.caches.tree.core import TreeCore
+from app.caches.tree.inspection import HEAD_TOKENS
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
 from app.errors import LockedPageError, OutOfPagesError, StaleHandleError
 from app.observability.kv_events import KvEventRecorder, KvEventReplica
@@ -84,12 +85,9 @@ class TreeMachine(RuleBasedStateMachine):
     def serve(self, tokens: list[int], namespace: Namespace) -> object:
         """Match, lock, allocate the rest, publish, lock what was published, unlock what was matched."""
         key, path = key_of(tokens, namespace), self.model.cut(tokens)
-        matched = self.model.match(namespace, self.model.cut(tokens[:-1]))
-        found = self.cache.match(key)
-        assert found.pages.tolist() == matched
-        receipt, number = self.cache.lock(found), self.model.lock(namespace, path[: len(matched)])
+        found, receipt, number = self.admit(tokens, namespace)
         try:
-            own = self.reserve(-(-len(tokens) // PAGE_SIZE) - len(matched))
+            own = self.reserve(-(-len(tokens) // PAGE_SIZE) - found.pages.size)
         except OutOfPagesError:
             return (receipt, number)
         pages = np.concatenate([found.pages, own])
@@ -100,6 +98,49 @@ class TreeMachine(RuleBasedStateMachine):
         self.cache.unlock(receipt)
         self.model.unlock(number)
         return (longer, longer_number)
+
+    def admit(self, tokens: list[int], namespace: Namespace) -> tuple[MatchResult, LockReceipt, int]:
+        matched = self.model.match(namespace, self.model.cut(tokens[:-1]))
+        found = self.cache.match(key_of(tokens, namespace))
+        assert found.pages.tolist() == matched
+        return found, self.cache.lock(found), self.model.lock(namespace, self.model.cut(tokens)[: len(matched)])
+
+    @rule(target=receipts, tokens=token_lists, namespace=namespaces)
+    def serve_from_the_lock(self, tokens: list[int], namespace: Namespace) -> object:
+        """The same; what is published begins where the lock ends, which is moved."""
+        _, receipt, number = self.admit(tokens, namespace)
+        return self.publish_from(receipt, number, tokens, namespace)
+
+    @rule(target=receipts, receipt=consumes(receipts), tokens=token_lists)
+    def publish_more(self, receipt: tuple[LockReceipt, int], tokens: list[int]) -> object:
+        mine, number = receipt
+        if number not in self.model.locks:
+            with pytest.raises(StaleHandleError):
+                self.cache.insert(key_of(tokens), np.zeros(len(tokens), np.int32), after=mine)
+            return receipt
+        namespace, path = self.model.locks[number]
+        longer = [*np.ravel(path).tolist(), *tokens][:HEAD_TOKENS]  # short enough to be shown whole
+        return self.publish_from(mine, number, longer, namespace)
+
+    def publish_from(self, receipt: LockReceipt, number: int, tokens: list[int], namespace: Namespace) -> object:
+        path, first = self.model.cut(tokens), len(self.model.locks[number][1])
+        try:
+            own = self.reserve(-(-len(tokens) // PAGE_SIZE) - first)
+        except OutOfPagesError:
+            return (receipt, number)
+        present = self.model.probe(namespace, path)
+        pages = np.concatenate([np.zeros(first, np.int32), own])
+        result = self.cache.insert(key_of(tokens, namespace), pages, after=receipt)
+        assert result.pages.tolist() == self.insert(namespace, path, pages)[first:]
+        assert (result.num_tokens, result.first) == (len(path) * PAGE_SIZE, first)
+        assert [first, *(begin + count for begin, count in result.duplicates)] == [
+            *(begin for begin, _ in result.duplicates),
+            present,
+        ]
+        self.rig.free_what_was_not_adopted(own, result)
+        longer_number = self.model.lock(namespace, path)
+        self.model.unlock(number)
+        return (self.cache.relock(receipt, result), longer_number)
 
     @rule(target=matches, tokens=token_lists, namespace=namespaces)
     def match(self, tokens: list[int], namespace: Namespace) -> object:

@@ -89,9 +89,9 @@ class ComponentModel(ListModel):
         return self._refresh(namespace, found)
 
     def publish(self, namespace: Namespace, path: Path, pages: list[int], window: list[int], state: int) -> Outcome:
-        given_from = next((index for index, page in enumerate(window) if page), len(path))
+        given_from = self._given_from(path, window)
         whole = len(path)
-        count = self.usable(namespace, path, given_from, state)
+        count = self.longest_publication(namespace, path, window, state)
         path = path[:count]
         there = self.present(namespace, path)
         self._split_with_parts(namespace, path[:there])
@@ -121,6 +121,10 @@ class ComponentModel(ListModel):
         found = self._refresh(namespace, path)
         listed = [self._window_page(namespace, path, index) for index in range(count)] if self.window else []
         return Outcome(found, listed, self.state_at(namespace, path) if path else 0, adopted)
+
+    def longest_publication(self, namespace: Namespace, path: Path, window: list[int], state: int) -> int:
+        """How many pages of `path` `publish` would publish."""
+        return self.usable(namespace, path, self._given_from(path, window), state)
 
     # -- locks
 
@@ -212,6 +216,9 @@ class ComponentModel(ListModel):
         self.windows_oldest_first, self.snapshots_oldest_first, self.unused_windows = [], [], []
 
     # -- within
+
+    def _given_from(self, path: Path, window: list[int]) -> int:
+        return next((index for index, page in enumerate(window) if page), len(path))
 
     def _needed(self, num_pages: int) -> range:
         """Page indexes with one of the last W tokens of so many pages."""

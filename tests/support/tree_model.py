@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, EventSink, EvictionObserver, InsertResult
+from app.caches.base import NO_PAGES, BasePrefixCache, CacheDeps, EventSink, EvictionObserver, InsertResult, LockReceipt
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
 from app.config.model_config import Component
@@ -111,16 +111,22 @@ class CacheRig:
         return result
 
     def publish_once(
-        self, key: RadixKey, own: np.ndarray, *, first_window_page: int = 0, state: int = 0
+        self,
+        key: RadixKey,
+        own: np.ndarray,
+        *,
+        first_window_page: int = 0,
+        state: int = 0,
+        after: LockReceipt | None = None,
     ) -> InsertResult:
         """One insert, with window pages from that page index on and that snapshot."""
         num_pages = len(key) // self.page_size
         window = np.zeros(num_pages if self.has_window else 0, np.int32)
         first_window_page = min(first_window_page, window.size)
         window[first_window_page:] = self.take_window(window.size - first_window_page)
-        result = self.cache.insert(key, own, window, state)
+        result = self.cache.insert(key, own, window, state, after)
         kept = np.zeros_like(window)
-        kept[: result.window_pages.size] = result.window_pages
+        kept[result.first : result.first + result.window_pages.size] = result.window_pages
         self.window_allocator.port.free(window[(window != kept) & (window != 0)])
         if state and not result.state_adopted:
             self.state_allocator.port.free(np.array([state], np.int32))

@@ -90,16 +90,17 @@ class Backups:
 
     # -- what the cache tells
 
-    def published(self, key: RadixKey, result: InsertResult) -> None:
-        if self._policy != "write_through" or not result.num_tokens:
+    def published(self, key: RadixKey, result: InsertResult, pages: np.ndarray) -> None:
+        num_pages = result.num_tokens // self._needs.page_size
+        if self._policy != "write_through" or num_pages <= result.first:
             return
-        if not self._is_plain or num_duplicates(result) < result.pages.size:
-            self._offer(key, result)
+        if not self._is_plain or num_duplicates(result) < num_pages:
+            self._offer(key, result.node, np.concatenate([pages[: result.first], result.pages]))
 
     def matched(self, key: RadixKey, found: MatchResult) -> None:
         if self._min_hits and found.num_tokens and found.node.uses >= self._min_hits and key is not self._last_offer:
             self._last_offer = key  # a request that waits is matched again and again with the same key
-            self._offer(key, found)
+            self._offer(key, found.node, found.pages)
 
     def leaving(self, node: TreeNode) -> None:
         """O(tokens of its path), once for each leaf that goes; O(1) for what goes with it."""
@@ -241,9 +242,8 @@ class Backups:
 
     # -- within
 
-    def _offer(self, key: RadixKey, found: MatchResult | InsertResult) -> None:
-        key = self._head(key, found.num_tokens // self._needs.page_size)
-        if not self._offers.add(key, found.node, found.pages):
+    def _offer(self, key: RadixKey, node: TreeNode, pages: np.ndarray) -> None:
+        if not self._offers.add(self._head(key, pages.size), node, pages):
             self._tally.backup_drops["queue_full"] += 1
 
     def _land(self, begun: BackupUnderWay, arrived: Span) -> Span:

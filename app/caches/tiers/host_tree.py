@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.caches.base import CacheDeps, InsertResult, LockReceipt
+from app.caches.base import NOTHING_PUBLISHED, CacheDeps, InsertResult, LockReceipt
 from app.caches.component_cache import ComponentCache
-from app.caches.tree.core import NOTHING_PUBLISHED
 from app.caches.tree.eviction import drop_upwards
 from app.caches.tree.node import TreeNode, make_as_urgent
 from app.caches.tree.place import descend

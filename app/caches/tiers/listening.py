@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from app.caches.base import InsertResult, MatchResult
 from app.caches.tree.node import TreeNode
 from app.core.keys import RadixKey
@@ -12,8 +14,8 @@ from app.core.keys import RadixKey
 class TierListener(Protocol):
     """Called on the cache's own thread, in the middle of its work: it must be quick and must not call the cache."""
 
-    def published(self, key: RadixKey, result: InsertResult) -> None:
-        """`insert` did this."""
+    def published(self, key: RadixKey, result: InsertResult, pages: np.ndarray) -> None:
+        """`insert` did this; of `pages`, which its caller gave, those before `result.first` are the cache's."""
         ...
 
     def matched(self, key: RadixKey, found: MatchResult) -> None:
@@ -27,13 +29,13 @@ class TierListener(Protocol):
 
 def num_duplicates(result: InsertResult) -> int:
     """Pages that were there before."""
-    return sum(result.duplicates[-1]) if result.duplicates else 0  # first page index and count of the last run
+    return sum(result.duplicates[-1]) if result.duplicates else result.first  # first page index, count of the last run
 
 
 class NobodyListens:
     """There are no tiers."""
 
-    def published(self, key: RadixKey, result: InsertResult) -> None:
+    def published(self, key: RadixKey, result: InsertResult, pages: np.ndarray) -> None:
         """Nobody wants it."""
 
     def matched(self, key: RadixKey, found: MatchResult) -> None:

@@ -66,8 +66,8 @@ class Tiers:
 
     # -- what the cache tells
 
-    def published(self, key: RadixKey, result: InsertResult) -> None:
-        self._backups.published(key, result)
+    def published(self, key: RadixKey, result: InsertResult, pages: np.ndarray) -> None:
+        self._backups.published(key, result, pages)
 
     def matched(self, key: RadixKey, found: MatchResult) -> None:
         self._backups.matched(key, found)

@@ -1,82 +1,36 @@
 """The prefix tree: which token prefixes are cached in which pages. RadixAttention, arXiv:2312.07104.
 
 Ints and bytes only. It neither frees nor copies pages: it returns them, and its owner acts. Nothing here recurses.
-What evicts from it is in eviction.py.
+How its nodes come and go is in structure.py, what evicts from it in eviction.py.
 Every node has full pages; for what else a model needs, each component gives parts to some of the nodes (components/).
 
-    roots[namespace] -- edge: 3 pages --+-- edge: 2 pages --- ...
-                                        `-- edge: 1 page
-
-What makes it quick: an edge is compared in place by one memcmp; a child is found by the bytes of its first page; one
-order over all unlocked nodes makes eviction a pop; locking stops at the first ancestor that is locked already.
+What makes it quick: an edge is compared in place by one memcmp; a child is found by the bytes of its first page; who
+publishes more of a prefix that it has locked begins at the end of that.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from app.caches.base import NO_PAGES, EventSink, EvictionObserver, InsertResult, LockReceipt, MatchResult
-from app.caches.receipts import ReceiptBook
-from app.caches.tree.components.base import Offer, TreeComponent
-from app.caches.tree.evicted import EvictionMemory
+from app.caches.base import NO_PAGES, InsertResult, LockReceipt, MatchResult
+from app.caches.tree.components.base import Offer
 from app.caches.tree.node import EVICTED, TreeNode, make_as_urgent
-from app.caches.tree.owned import OwnedIds
 from app.caches.tree.place import Place, cut_to_usable, descend
-from app.caches.tree.policies.order import EvictionOrder
-from app.caches.tree.runs import joined, sealed, spans
-from app.caches.tree.telling import announce, tell_eviction
-from app.core.keys import TOKEN_BYTES, Namespace, RadixKey
-from app.errors import StaleHandleError
+from app.caches.tree.runs import joined, spans
+from app.caches.tree.structure import TreeStructure
+from app.core.keys import TOKEN_BYTES, RadixKey
+from app.errors import OwnershipError, StaleHandleError
 
 _NOTHING = MatchResult(NO_PAGES, 0, None)
-NOTHING_PUBLISHED = InsertResult(0, NO_PAGES, None, ())
 
 
-class TreeCore:
-    """Pages found by key, for one pool. Single-threaded.
+class TreeCore(TreeStructure):
+    """Pages found by key."""
 
-    evictable_pages, protected_pages: pages of unlocked and of locked nodes.
-    num_nodes: without the roots.
-    evicted: which pages left, and when.
-    """
-
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        page_size: int,
-        order: EvictionOrder,
-        clock: Callable[[], float],
-        components: Sequence[TreeComponent] = (),
-        events: EventSink | None = None,
-        seed: Callable[[Namespace], bytes] = Namespace.seed,
-        observer: EvictionObserver | None = None,
-    ) -> None:
-        """`capacity`: the pool's page ids are 1..capacity. `clock`: seconds that never go back.
-
-        seed: of a namespace, what starts the chain of page hashes that events name.
-        """
-        self.evictable_pages = 0
-        self.protected_pages = 0
-        self.num_nodes = 0
-        self.roots: dict[Namespace, TreeNode] = {}
-        self.order = order
-        self.receipts: ReceiptBook[TreeNode | None] = ReceiptBook()
-        self.owned = OwnedIds(capacity, "page")
-        self.components = components
-        self.evicted = EvictionMemory()
-        self.page_size = page_size
-        self.clock = clock
-        self.page_bytes = page_size * TOKEN_BYTES
-        self._events = events
-        self._seed = seed
-        self._observer = observer
-        self._serials = itertools.count()
-        self._last_matched: RadixKey | None = None
+    _last_matched: RadixKey | None = None
 
     def match(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix, whole pages, at least one token short of the key. O(tokens + nodes on the path).
@@ -92,14 +46,14 @@ class TreeCore:
         place = descend(root, key.uncut, limit, self.page_bytes)
         node, end, partial, shared = self._usable(place) if self.components else place
         if partial is not None:
-            node = self._split(partial, shared)
+            node = self.split(partial, shared)
             end += shared * self.page_bytes
         if end == 0:
             return _NOTHING
         make_as_urgent(node, key.priority)
         hits = int(key is not self._last_matched)
         self._last_matched = key
-        pages = joined(self._refresh(node, hits))
+        pages = joined(self._refresh(node, root, hits))
         named: dict[str, Any] = {}
         for component in self.components:
             named |= component.named(node)
@@ -126,21 +80,34 @@ class TreeCore:
         node = found.node
         if node is None:
             return self.receipts.issue(None)
-        if node.epoch != self.receipts.epoch:
-            held = "evicted" if node.epoch == EVICTED else f"epoch {node.epoch}"
-            raise StaleHandleError(what="match of", held=held, current=f"epoch {self.receipts.epoch}")
+        self._require_there(found)
         for component in self.components:
-            if found is not component.latest and not component.holds(found):  # what was given out last is there
-                raise StaleHandleError(
-                    what="match of", held=f"evicted {component.kind}", current=f"epoch {self.receipts.epoch}"
-                )
-        for component in self.components:
-            component.isolate(node, self._split)
-        self._pin(node)
+            component.isolate(node, self.split)
+        self.pin(node)
         receipt = self.receipts.issue(node)
         for component in self.components:
             component.lock(receipt.number, node)
         return receipt
+
+    def relock(self, receipt: LockReceipt, found: InsertResult) -> None:
+        """The receipt keeps that prefix, which continues the one that it kept: `lock` it and `unlock` the other.
+
+        O(nodes between them, and nodes that hold what either needs). StaleHandleError as both, ValueError for a prefix
+        that does not continue it; no change then.
+        """
+        before, node = self.receipts.held_by(receipt), found.node
+        if node is before:
+            return
+        self._require_there(found)
+        _require_below(node, before)
+        for component in self.components:
+            component.isolate(node, self.split)
+        self.pin(node)
+        for component in self.components:
+            component.relock(receipt.number, node)
+        if before is not None:
+            before.lock_ref -= 1  # what is below is locked, so this stays locked
+        self.receipts.move(receipt, node)
 
     def hold(self, node: TreeNode | None) -> LockReceipt:
         """Keep a node of this tree and all above it, full pages alone: for what is to come below.
@@ -148,7 +115,7 @@ class TreeCore:
         Give the receipt to `unlock`. O(nodes not locked yet).
         """
         if node is not None:
-            self._pin(node)
+            self.pin(node)
         return self.receipts.issue(node)
 
     def unlock(self, receipt: LockReceipt) -> np.ndarray:
@@ -161,28 +128,35 @@ class TreeCore:
             return NO_PAGES
         for component in self.components:
             component.unlock(receipt.number)
-        self._unpin(node)
+        self.unpin(node)
         return self.left(self.drop_useless(node, self.clock())) if self.components else NO_PAGES
 
-    def insert(self, key: RadixKey, pages: np.ndarray, offers: Sequence[Offer] = ()) -> InsertResult:
-        """Adopt the whole pages that are not there yet. O(tokens + nodes on the path).
+    def insert(
+        self, key: RadixKey, pages: np.ndarray, offers: Sequence[Offer] = (), locked: TreeNode | None = None
+    ) -> InsertResult:
+        """Adopt the whole pages that are not there yet. O(tokens + nodes on the path), of those behind `locked`.
 
         offers: one for each component, in the same order. Without what a component needs at the end of the key, the
         prefix is cut to the longest that every component could serve.
-        OwnershipError and no change if something to adopt is in the tree already, under other tokens, or is page 0.
+        locked: the end of a prefix of `key` that the caller has locked; of that, only its last node is compared.
+        OwnershipError and no change if something to adopt is in the tree already, under other tokens, or is page 0; or
+        if what is locked has other tokens.
         """
         count = key.num_tokens // self.page_size
-        if count == 0:
-            return NOTHING_PUBLISHED
+        first = 0 if locked is None else locked.end // self.page_size
+        if count <= first:
+            return InsertResult(first * self.page_size, NO_PAGES, locked, (), first)
         if pages.size < count:
             raise ValueError(f"{pages.size} pages for a key of {count} whole pages")
         raw, namespace = key.uncut, key.namespace
-        root = self.roots.get(namespace) or TreeNode.root(namespace, self.receipts.epoch)
-        place = descend(root, raw, count * self.page_bytes, self.page_bytes)
+        if locked is not None and not locked.is_passed_by(raw, namespace):
+            raise OwnershipError(pages=tuple(locked.pages.tolist()), reason="page: locked under other tokens")
+        above = locked or self.roots.get(namespace) or TreeNode.root(namespace, self.receipts.epoch)
+        place = descend(above, raw, count * self.page_bytes, self.page_bytes)
         if offers:
             place, count = cut_to_usable(place, offers, count, self.page_size)
-            if count == 0:
-                return NOTHING_PUBLISHED
+            if count <= first:
+                return InsertResult(first * self.page_size, NO_PAGES, locked, (), first)
         node, end, partial, shared = place
         present = end // self.page_bytes + shared
         adopted = np.array(pages[present:count], np.int32)
@@ -191,7 +165,7 @@ class TreeCore:
         if adopted.size:
             self.owned.adopt(self.owned.adoptable(adopted))
         if partial is not None:
-            node = self._split(partial, shared)
+            node = self.split(partial, shared)
         make_as_urgent(node, key.priority)
         before = node
         if adopted.size:
@@ -200,19 +174,20 @@ class TreeCore:
                 cut = component.front(begin, count)
                 if cut > begin:
                     edge = raw[begin * self.page_bytes : cut * self.page_bytes]
-                    node = self._attach(node, edge, adopted[: cut - begin], key.priority)
+                    node = self.attach(node, edge, adopted[: cut - begin], key.priority)
                     begin, adopted = cut, adopted[cut - begin :]
-            node = self._attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
+            node = self.attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
-            offer.adopt(node, self._split)
+            offer.adopt(node, self.split)
         if before is not node:
             for component in self.components:
                 component.touch(before)  # where two prefixes part a third may part too
-        runs = self._refresh(node, 0)
+        runs = self._refresh(node, above, 0)
         named: dict[str, Any] = {}
         for offer in offers:
-            named |= offer.named(node)
-        published = InsertResult(count * self.page_size, joined(runs), node, spans(runs, present), **named)
+            named |= offer.named(node, first)
+        there = spans(runs, first, present)
+        published = InsertResult(count * self.page_size, joined(runs), node, there, first, **named)
         self._note_given(published)
         return published
 
@@ -230,63 +205,9 @@ class TreeCore:
         if self._events is not None:
             self._events.cleared()
 
-    def cut_off(self, leaf: TreeNode, now: float) -> None:
-        """Cut off a leaf that is out of the order already, and its root if that was the last one. `left` follows."""
-        parent = leaf.parent
-        assert parent is not None
-        assert not leaf.children
-        if self._observer is not None:
-            tell_eviction(self._observer, leaf, now)
-        first_page = leaf.edge[: self.page_bytes]
-        del parent.children[first_page]
-        self.evicted.remember(parent.serial, first_page, now, leaf.uses)
-        leaf.epoch = EVICTED
-        self.num_nodes -= 1
-        if parent.parent is None and not parent.children:
-            del self.roots[parent.namespace]
-        for component in self.components:
-            component.drop(leaf)
-
-    def drop_useless(self, node: TreeNode | None, now: float) -> list[TreeNode]:
-        """Drop `node`, and then those above it, while it is an unlocked leaf that lacks a part: none could match it."""
-        dropped = []
-        while node is not None and not node.children and not node.lock_ref and self._lacks_a_part(node):
-            self.order.remove(node)
-            self.cut_off(node, now)
-            dropped.append(node)
-            node = node.parent
-        return dropped
-
-    def left(self, dropped: list[TreeNode]) -> np.ndarray:
-        """(n,) int32: the pages of nodes that were cut off, which are the tree's no more."""
-        if not dropped:
-            return NO_PAGES
-        pages = joined([node.pages for node in dropped])
-        self.evictable_pages -= pages.size
-        self.owned.release(pages)
-        if self._events is not None:
-            self._events.removed(page_hashes=[each for node in dropped for each in node.hashes])
-        return pages
-
-    def nodes(self) -> Iterator[TreeNode]:
-        """Every node but the roots, a parent before its children. O(nodes)."""
-        pending = list(self.roots.values())
-        while pending:
-            node = pending.pop()
-            if node.parent is not None:
-                yield node
-            pending.extend(node.children.values())
-
     def _note_given(self, found: MatchResult | InsertResult) -> None:
         for component in self.components:
             component.latest = found
-
-    def _lacks_a_part(self, node: TreeNode) -> bool:
-        """A root has no parts and lacks none."""
-        for component in self.components:
-            if node not in component.parts:
-                return node.parent is not None
-        return False
 
     def _limit(self, num_tokens: int) -> int:
         """Bytes of the whole pages in `num_tokens`."""
@@ -298,104 +219,43 @@ class TreeCore:
             return place
         return cut_to_usable(place, self.components, place[1] // self.page_bytes + place[3], self.page_size)[0]
 
-    def _split(self, lower: TreeNode, num_pages: int) -> TreeNode:
-        """Put the first pages of a node into a new node above it. The lower one stays the object that it was."""
-        cut = num_pages * self.page_bytes
-        first_page = lower.edge[: self.page_bytes]
-        parent = lower.parent
-        assert parent is not None
-        upper = TreeNode(
-            parent=parent,
-            namespace=lower.namespace,
-            edge=lower.edge[:cut],
-            pages=sealed(lower.pages[:num_pages].copy()),
-            epoch=lower.epoch,
-            start=lower.start,
-            serial=next(self._serials),  # the lower one still ends where it ended
-            hits=lower.hits,
-            used_at=lower.used_at,
-            past_uses=lower.past_uses,
-            priority=lower.priority,
-        )
-        lower.start += num_pages * self.page_size
-        upper.hashes, lower.hashes = lower.hashes[:num_pages], lower.hashes[num_pages:]
-        lower.edge, lower.pages, lower.parent = lower.edge[cut:], sealed(lower.pages[num_pages:].copy()), upper
-        upper.children[lower.edge[: self.page_bytes]] = lower
-        parent.children[first_page] = upper
-        self.num_nodes += 1
-        if lower.lock_ref:
-            upper.lock_ref = 1
-        else:
-            self.order.split(lower, upper)
+    def _require_there(self, found: MatchResult | InsertResult) -> None:
+        """StaleHandleError if a part of it was evicted, or it is from before a reset."""
+        node = found.node
+        if node.epoch != self.receipts.epoch:
+            held = "evicted" if node.epoch == EVICTED else f"epoch {node.epoch}"
+            raise StaleHandleError(what="match of", held=held, current=f"epoch {self.receipts.epoch}")
         for component in self.components:
-            component.split(upper, lower)
-        return upper
+            if found is not component.latest and not component.holds(found):  # what was given out last is there
+                raise StaleHandleError(
+                    what="match of", held=f"evicted {component.kind}", current=f"epoch {self.receipts.epoch}"
+                )
 
-    def _attach(self, parent: TreeNode, edge: bytes, pages: np.ndarray, priority: int) -> TreeNode:
-        """A new leaf. Its ancestors are refreshed after it, by the caller."""
-        first_page = edge[: self.page_bytes]
-        uses = self.evicted.uses(parent.serial, first_page)
-        leaf = TreeNode(
-            parent=parent,
-            namespace=parent.namespace,
-            edge=edge,
-            pages=sealed(pages),
-            epoch=self.receipts.epoch,
-            start=parent.end,
-            serial=next(self._serials),
-            past_uses=uses if parent.parent is None else min(uses, parent.uses),
-            priority=priority,
-        )
-        if parent.parent is None:
-            self.roots[parent.namespace] = parent
-        parent.children[first_page] = leaf
-        self.num_nodes += 1
-        self.evictable_pages += pages.size
-        self.order.add(leaf)
-        if self._events is not None:
-            announce(self._events, parent, leaf, self._seed, self.page_size)
-        return leaf
+    def _refresh(self, node: TreeNode, above: TreeNode, hits: int) -> list[np.ndarray]:
+        """Make the path from `above`, a root or locked, to `node` the most recent, deepest first, and add to its hits.
 
-    def _refresh(self, node: TreeNode, hits: int) -> list[np.ndarray]:
-        """Make the path to `node` the most recent, deepest first, and add to its hits.
-
-        -> the pages of its nodes, from the root down.
+        -> the pages of its nodes, from the top down, without those of `above`.
         """
         for component in self.components:
             component.touch(node)
         runs = []
         touch = self.order.touch
         now = self.clock()
-        parent = node.parent
-        while parent is not None:
+        while node is not above:
             runs.append(node.pages)
             node.hits += hits
             node.used_at = now
             if not node.lock_ref:
                 touch(node)
-            node = parent
-            parent = node.parent
+            assert node.parent is not None
+            node = node.parent
         runs.reverse()
         return runs
 
-    def _pin(self, node: TreeNode) -> None:
-        while node.parent is not None:
-            node.lock_ref += 1
-            if node.lock_ref > 1:
-                return
-            self.order.remove(node)
-            self.evictable_pages -= node.pages.size
-            self.protected_pages += node.pages.size
-            node = node.parent
 
-    def _unpin(self, node: TreeNode) -> None:
-        now = self.clock()
-        while node.parent is not None:
-            node.lock_ref -= 1
-            if node.lock_ref:
-                return
-            node.used_at = now
-            self.order.add(node)
-            self.evictable_pages += node.pages.size
-            self.protected_pages -= node.pages.size
-            node = node.parent
+def _require_below(node: TreeNode, above: TreeNode | None) -> None:
+    at: TreeNode | None = node
+    while at is not None and above is not None and at.end > above.end:
+        at = at.parent
+    if above is not None and at is not above:
+        raise ValueError(f"a prefix of {node.end} tokens does not continue the {above.end} that the receipt keeps")

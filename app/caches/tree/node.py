@@ -90,6 +90,10 @@ class TreeNode:
             serial=namespace,
         )
 
+    def is_passed_by(self, raw: bytes, namespace: Namespace) -> bool:
+        """Whether these tokens go on after the node, if they are the path's before it. O(its edge)."""
+        return namespace == self.namespace and raw.startswith(self.edge, self.start * TOKEN_BYTES)
+
     @property
     def uses(self) -> int:
         """How often its place was used again; never more often than that of its parent."""

@@ -16,8 +16,8 @@ Place = tuple[TreeNode, int, TreeNode | None, int]
 
 
 def descend(node: TreeNode, raw: bytes, limit: int, page_bytes: int) -> Place:
-    """Follow raw[:limit], whole pages, from a root. O(limit + nodes on the path)."""
-    position = 0
+    """Follow raw[:limit], whole pages, from the end of a node. O(what is left of limit + nodes on the path)."""
+    position = node.end * TOKEN_BYTES
     while position < limit:
         child = node.children.get(raw[position : position + page_bytes])
         if child is None:

@@ -15,12 +15,11 @@ def joined(runs: list[np.ndarray]) -> np.ndarray:
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
-def spans(runs: list[np.ndarray], num_pages: int) -> tuple[tuple[int, int], ...]:
-    """(first page index, page count) of each run within the first `num_pages` pages."""
+def spans(runs: list[np.ndarray], first: int, end: int) -> tuple[tuple[int, int], ...]:
+    """(first page index, page count) of each run that ends by page index `end`, if they begin at `first`."""
     found = []
-    first = 0
     for run in runs:
-        if first == num_pages:
+        if first == end:
             break
         found.append((first, run.size))
         first += run.size

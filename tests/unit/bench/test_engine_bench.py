@@ -16,8 +16,8 @@ from app.models.bundled import find_bundled_model
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "CONTROL_STEPS", 6)
     monkeypatch.setattr(control, "NO_REUSE_REQUESTS", 6)
-    monkeypatch.setattr(control, "NO_REUSE_TOKENS", 160)
-    monkeypatch.setattr(control, "NO_REUSE_OUTPUTS", 4)
+    monkeypatch.setattr(control, "NO_REUSE_SHAPES", ((160, 4), (60, 8)))
+    monkeypatch.setattr(control, "NO_REUSE_ROUNDS", 1)
     monkeypatch.setattr(control, "CONTROL_ROUNDS", 2)
     monkeypatch.setattr(control, "CONTROL_BATCHES", (1, 3))
     monkeypatch.setattr(bench, "DECODE_BATCHES", (1,))
@@ -36,11 +36,12 @@ def test_control_time_is_the_sum_of_its_parts():
 
 @pytest.mark.usefixtures("short")
 def test_requests_that_share_nothing_are_served_by_each_cache():
-    result = control.no_reuse_times()
-    assert all(us > 0 for us in result["us_a_request"].values())
-    assert result["ratio"] == pytest.approx(
-        result["us_a_request"]["unified_radix_cache"] / result["us_a_request"]["chunk_cache"]
-    )
+    rows = control.no_reuse_times()
+    assert [(row["prompt_tokens"], row["output_tokens"]) for row in rows] == [(160, 4), (60, 8)]
+    for row in rows:
+        tree, none = (row["us_a_request"][name] for name in ("unified_radix_cache", "chunk_cache"))
+        assert tree > 0
+        assert row["ratio"] == pytest.approx(tree / none)
 
 
 def test_a_result_is_printed_with_its_floor_and_ratio():
@@ -49,7 +50,14 @@ def test_a_result_is_printed_with_its_floor_and_ratio():
         "pool_size": {"small_ms": 10.0, "large_ms": 11.0, "large_over_small": 1.1},
         "prefill": {"tokens_per_second": 512.4},
         "control": [{"running": 256, "control_us": 240.0, "scheduler_us": 170.0, "tree_us": 0.0, "prepare_us": 70.0}],
-        "no_reuse": {"us_a_request": {"unified_radix_cache": 1100.0, "chunk_cache": 1000.0}, "ratio": 1.1},
+        "no_reuse": [
+            {
+                "prompt_tokens": 600,
+                "output_tokens": 32,
+                "us_a_request": {"unified_radix_cache": 1100.0, "chunk_cache": 1000.0},
+                "ratio": 1.1,
+            }
+        ],
     }
     text = bench.format_engine_bench(result)
     for part in (
@@ -59,7 +67,7 @@ def test_a_result_is_printed_with_its_floor_and_ratio():
         "ratio 1.10",
         "512 tokens/s",
         "256 running:   240.0 us",
-        "unified_radix_cache: 1,100 us a request",
+        "600 + 32  tokens: unified_radix_cache 1,100 us a request",
     ):
         assert part in text
 

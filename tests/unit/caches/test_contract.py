@@ -14,7 +14,7 @@ from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
 from app.config.model_config import Component
 from app.core.keys import DEFAULT_NAMESPACE, Namespace
-from app.errors import LockedPageError, StaleHandleError
+from app.errors import LockedPageError, OwnershipError, StaleHandleError
 from tests.support.tree_model import CacheRig, key_of
 
 load_builtin_caches()
@@ -229,6 +229,75 @@ def test_unfinished_longer_finished_leaves_the_ledger_balanced(new_rig: RigMaker
 
     assert rig.cache.flush() == (tokens.size // page_size if rig.cache.reuses_prefixes else 0)
     assert port.available() == port.capacity
+
+
+@every_type
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_publishing_goes_on_where_the_lock_ends(new_rig: RigMaker, kind: Kind, page_size: int) -> None:
+    """The same two requests; each publishes from the end of what it has locked, and then moves that lock."""
+    # given
+    rig = new_rig(kind, page_size=page_size, num_pages=1000)
+    tokens = np.arange(3 * 128 + 5, dtype=np.int32)
+    port = rig.allocator.port
+
+    for _ in range(2):
+        own = np.empty(0, np.int32)
+        shared, receipt = 0, rig.cache.lock(rig.cache.match(key_of(tokens[:1])))
+        for length in (128, 200, tokens.size):
+            # when
+            own = np.concatenate([own, rig.take(-(-length // page_size) - own.size)])
+            key = key_of(tokens[: length // page_size * page_size])
+            state = rig.take_state() if rig.has_states else 0
+            result = rig.publish_once(key, own, state=state, after=receipt)
+            published = result.num_tokens // page_size
+            if published > shared:
+                receipt = rig.cache.relock(receipt, result)
+            fresh, cached = own[shared:published], result.pages[shared - result.first :]
+            port.free(fresh[fresh != cached])
+            own[shared:published] = cached
+            shared = published
+
+            # then
+            rig.check(held_by_requests=own[shared:])
+            assert rig.cache.protected_pages == shared
+            assert shared == (length // page_size if rig.cache.reuses_prefixes else 0)
+
+        port.free(own[shared:])
+        rig.cache.unlock(receipt)
+        rig.check()
+        assert rig.cache.protected_pages == rig.cache.protected_window_pages == rig.cache.protected_states == 0
+
+    assert rig.cache.flush() == (tokens.size // page_size if rig.cache.reuses_prefixes else 0)
+    assert port.available() == port.capacity
+
+
+@reusing_types
+def test_what_does_not_go_on_from_the_lock_is_refused_and_changes_nothing(new_rig: RigMaker, kind: Kind) -> None:
+    # given a lock on a prefix, and another prefix
+    rig = new_rig(kind)
+    rig.store(range(16))
+    other = rig.store(range(100, 120))
+    receipt = rig.cache.lock(rig.cache.match(key_of(range(20))))
+    own, before = rig.take(8), sizes(rig.cache)
+
+    # when, then
+    for key in (key_of([*range(15), 9, 9, 9, 9, 9]), key_of(range(20), Namespace(salt="a"))):
+        with pytest.raises(OwnershipError, match="locked under other tokens"):
+            rig.cache.insert(key, own, own, after=receipt)
+    with pytest.raises(ValueError, match="does not continue the 16 that the receipt keeps"):
+        rig.cache.relock(receipt, other)
+    assert sizes(rig.cache) == before
+    nothing_more = rig.cache.insert(key_of(range(16)), own, own, after=receipt)
+    assert (nothing_more.num_tokens, nothing_more.first, nothing_more.pages.size) == (16, 4, 0)
+    rig.check(own)
+
+    # and a receipt that was given back is refused
+    rig.cache.unlock(receipt)
+    with pytest.raises(StaleHandleError):
+        rig.cache.insert(key_of(range(24)), own, own, after=receipt)
+    with pytest.raises(StaleHandleError):
+        rig.cache.relock(receipt, other)
+    rig.allocator.port.free(own)
 
 
 @every_type

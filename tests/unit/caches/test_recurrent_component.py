@@ -311,7 +311,7 @@ def test_a_chain_of_20000_nodes_reaches_no_recursion_limit(components: frozenset
     tree, _ = parts_of(rig)
     for node in list(tree.nodes()):
         for _ in range(node.pages.size - 1):
-            tree._split(node, 1)
+            tree.split(node, 1)
 
     # when, then
     whole = key_of([*tokens, 0])

@@ -530,7 +530,7 @@ def test_a_chain_of_20000_nodes_reaches_no_recursion_limit(window: int) -> None:
     tree, _ = parts_of(rig)
     for node in list(tree.nodes()):
         for _ in range(node.pages.size - 1):
-            tree._split(node, 1)
+            tree.split(node, 1)
     assert rig.cache.num_nodes == depth
 
     # when, then

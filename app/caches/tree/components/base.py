@@ -57,8 +57,8 @@ class Offer(Judge, Protocol):
         """Give the nodes of the path that ends at `node` the parts that they lack. May split one of them."""
         ...
 
-    def named(self, node: TreeNode) -> dict[str, Any]:
-        """The component's own fields of the InsertResult for the prefix that ends at `node`."""
+    def named(self, node: TreeNode, first: int) -> dict[str, Any]:
+        """The component's own fields of the InsertResult for the prefix that ends at `node`, from page `first` on."""
         ...
 
 
@@ -154,11 +154,20 @@ class TreeComponent(ABC):
             first = at
         self._locks[number] = node, self.begin(first)
 
+    def relock(self, number: int, node: TreeNode) -> None:
+        """`lock` for a receipt that has one, which is undone after it."""
+        before = self._locks.pop(number, None)
+        self.lock(number, node)
+        if before is not None:
+            self._undo(*before)
+
     def unlock(self, number: int) -> None:
         """Undo that lock, if it was not undone before; what becomes unlocked counts as just used."""
-        node, first = self._locks.pop(number, (None, 0))
-        if node is None:
-            return
+        lock = self._locks.pop(number, None)
+        if lock is not None:
+            self._undo(*lock)
+
+    def _undo(self, node: TreeNode, first: int) -> None:
         # Splits since then have divided locked parts among more nodes; together they are the same tokens.
         for at in upwards(node, first):
             part = self.parts[at]

@@ -95,5 +95,5 @@ class StateOffer:
             self._component.give(node, np.array([self._state], np.int32))
             self._adopted = True
 
-    def named(self, node: TreeNode) -> dict[str, Any]:
+    def named(self, node: TreeNode, first: int) -> dict[str, Any]:
         return {"state": self._component.state_of(node), "state_adopted": self._adopted}

@@ -104,8 +104,9 @@ class WindowComponent(TreeComponent):
     def holds(self, found: MatchResult | InsertResult) -> bool:
         if any(node not in self.parts for node in upwards(found.node, self.reach(found.node))):
             return False
-        needed = self._needed(found.node)
-        return found.window_pages[found.pages.size - needed.size :].tobytes() == needed.tobytes()
+        needed, named = self._needed(found.node), found.window_pages
+        count = min(needed.size, named.size)  # what an insert does not name, its caller has locked
+        return named[named.size - count :].tobytes() == needed[needed.size - count :].tobytes()
 
     def misplaced(self) -> Iterator[str]:
         if self._order.num_pages != self.evictable:
@@ -114,17 +115,17 @@ class WindowComponent(TreeComponent):
             if part.ids.size != node.pages.size:
                 yield f"a node of {node.pages.size} pages has {part.ids.size} window pages"
 
-    def offer(self, pages: np.ndarray) -> WindowOffer:
+    def offer(self, pages: np.ndarray, first_own: int) -> WindowOffer:
         """`pages`: (n,) int32 of the caller's window pages for a prefix; 0 for the first ones, which it has no more.
 
-        ValueError for a gap after its first page.
+        first_own: those before this index are not the caller's to give. ValueError for a gap after its first page.
         """
         first = pages.size - int(np.count_nonzero(pages))
         if first and np.count_nonzero(pages[first:]) != pages.size - first:
             given = np.flatnonzero(pages)
             gaps = pages.size - int(given[0]) - given.size
             raise ValueError(f"window_pages has {gaps} zeros after its first page")
-        return WindowOffer(self, pages, first)
+        return WindowOffer(self, pages, max(first, first_own))
 
     def _needed(self, node: TreeNode) -> np.ndarray:
         """(n,) int32: the window pages that the prefix ending at `node` needs, which are all there."""
@@ -176,10 +177,11 @@ class WindowOffer:
                 begin = first
             component.give(at, taken[begin - first : at.end // page_size - first])
 
-    def named(self, node: TreeNode) -> dict[str, Any]:
-        parts, end = self._component.parts, node.end // self._component.page_size
+    def named(self, node: TreeNode, first: int) -> dict[str, Any]:
+        parts, page_size = self._component.parts, self._component.page_size
+        end = node.end // page_size - first
         pages = np.zeros(end, np.int32)
-        for at in upwards(node, 0):
+        for at in upwards(node, first * page_size):
             begin = end - at.pages.size
             if at in parts:
                 pages[begin:end] = parts[at].ids
