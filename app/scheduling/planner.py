@@ -222,22 +222,21 @@ class Planner:
             draft.admitted.append((sequence, prefix))
             computing.append(sequence)
             before = draft.pages
-            self._add_chunk(draft, sequence, cached, window_pages_left_over=0 if alone else promised.window_pages)
+            self._add_chunk(draft, sequence, cached)
             promised.pages += 1 + need - (draft.pages - before)
             promised.window_pages += max(0, window_need - (draft.pages - before))
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int, window_pages_left_over: int = 0) -> None:
-        """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had.
-
-        window_pages_left_over: what the chunk leaves to others.
-        """
-        start, restoring = sequence.computed, draft.restoring
-        beside = PageCounts(restoring.pages, restoring.window_pages + window_pages_left_over)
-        fitting = self._adapter.reachable(beside) - draft.pages + held_pages
-        length = min(sequence.known - start, draft.budget, fitting * self._adapter.page_size - start)
-        if length <= 0:
-            return
-        self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring)
+    def _add_chunk(self, draft: Draft, sequence: Sequence, held_pages: int) -> None:
+        """The sequence's next tokens, as many as budget and pages allow; none if not even one page is to be had."""
+        start = sequence.computed
+        length = min(sequence.known - start, draft.budget)
+        restoring = draft.restoring
+        if not self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring):
+            fitting = self._adapter.reachable(restoring) - draft.pages + held_pages
+            length = min(length, fitting * self._adapter.page_size - start)
+            if length <= 0:
+                return
+            self._adapter.make_room(draft.pages + self._pages(start + length) - held_pages, restoring)
         length, snapshot = self._to_snapshot(start, length)
         draft.pages += max(0, self._pages(start + length) - held_pages)
         draft.budget -= length

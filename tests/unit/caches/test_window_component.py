@@ -309,6 +309,24 @@ def test_new_tokens_are_live_from_where_the_caller_still_has_its_window(rig: Cac
     assert [rig.matched(range(length)) for length in (25, 21, 17, 13)] == [24, 20, 0, 0]
 
 
+def test_window_pages_in_front_of_the_callers_lock_are_not_taken(rig: CacheRig) -> None:
+    """What comes back names nothing in front of the lock, so the caller would not know that they are its no more."""
+    # given a lock on a prefix whose first three pages are a tombstone
+    publish(rig, range(24), first_window_page=3)
+    receipt = rig.cache.lock(rig.cache.match(key_of(range(25))))
+
+    # when
+    own = rig.take(8)
+    result = rig.publish_once(key_of(range(32)), own, after=receipt)
+
+    # then
+    assert (result.first, result.pages.tolist(), result.window_pages.size) == (6, own[6:].tolist(), 2)
+    assert window_sizes(rig) == (3, 2)
+    rig.check(held_by_requests=own[:6])
+    rig.cache.unlock(rig.cache.relock(receipt, result))
+    rig.allocator.port.free(own[:6])
+
+
 @pytest.mark.parametrize(("first_window_page", "published"), [(4, 24), (5, 0), (6, 0)])
 def test_what_nobody_could_match_is_not_published(rig: CacheRig, first_window_page: int, published: int) -> None:
     """Behaviour 10: cap 0 publishes nothing."""
