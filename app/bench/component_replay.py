@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from app.bench.tree import IDENTITY, NewReplay, TraceReplay, deps_of, full_pages_replay, known_type, left_over, reserve
-from app.caches.base import NO_PAGES, InsertResult
+from app.caches.base import NO_PAGES
 from app.caches.registry import CacheType
 from app.config.model_config import Component
 from app.core.keys import RadixKey
@@ -101,13 +101,20 @@ class ComponentReplay(TraceReplay):
             window = np.concatenate([window, self._take(self._windows, num_pages - window.size, cache.evict_window)])
             state = self._take(self._snapshots, 1, cache.evict_states)
             snapshot = int(state[0]) if state.size else 0
-            insert = partial(cache.insert, key.head(num_pages * page_size), pages, window, snapshot)
+            insert = partial(cache.insert, key.head(num_pages * page_size), pages, window, snapshot, receipt)
             published = self._timed("insert", insert)
-            self._free_left_over(published, pages, window, shared, state)
-            if end < settled.size:
-                longer = self._timed("lock", partial(cache.lock, published))
-                self._timed("unlock", partial(cache.unlock, receipt))
-                receipt, pages, window = longer, published.pages, self._in_reach(published)
+            behind = slice(shared - published.first, None)
+            cached, cached_window = published.pages[behind], published.window_pages[behind]
+            self.allocator.port.free(left_over(pages[shared:], cached))
+            if self._windows is not None:
+                self._windows.port.free(left_over(window[shared:], cached_window))
+            if self._snapshots is not None and not published.state_adopted:
+                self._snapshots.port.free(state)
+            if end < settled.size and published.num_tokens > shared * page_size:
+                receipt = self._timed("relock", partial(cache.relock, receipt, published))
+            pages = np.concatenate([pages[:shared], cached])
+            window = np.concatenate([window[:shared], cached_window])
+            window[: first_needed_page(published.num_tokens, WINDOW_TOKENS, page_size)] = 0
         self._timed("unlock", lambda: cache.unlock(receipt))
         return found.num_tokens
 
@@ -121,22 +128,6 @@ class ComponentReplay(TraceReplay):
         if shortfall > 0:
             self._timed(evict.__name__, lambda: evict(shortfall))
         return reserve(allocator, count)
-
-    def _free_left_over(
-        self, published: InsertResult, pages: np.ndarray, window: np.ndarray, shared: int, state: np.ndarray
-    ) -> None:
-        """Of what was taken since the first `shared` pages were published, free what the cache did not adopt."""
-        self.allocator.port.free(left_over(pages, shared, published.pages))
-        if self._windows is not None:
-            self._windows.port.free(left_over(window, shared, published.window_pages))
-        if self._snapshots is not None and not published.state_adopted:
-            self._snapshots.port.free(state)
-
-    def _in_reach(self, published: InsertResult) -> np.ndarray:
-        """The cache's window pages of what is published, 0 for those that the request's window has passed."""
-        window = published.window_pages.copy()
-        window[: first_needed_page(published.num_tokens, WINDOW_TOKENS, self.cache.page_size)] = 0
-        return window
 
 
 def _pool(num_pages: int, page_size: int, *, wanted: bool) -> PagedTokenToKVPoolAllocator | None:

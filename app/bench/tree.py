@@ -107,10 +107,10 @@ class TraceReplay:
             self._timed("evict", lambda: cache.evict(shortfall))
         own = self._timed("allocate", lambda: reserve(allocator, need))
         pages = np.concatenate([found.pages, own])
-        published = self._timed("insert", lambda: cache.insert(settled_key, pages))
+        published = self._timed("insert", lambda: cache.insert(settled_key, pages, after=receipt))
 
         def finish() -> None:
-            port.free(left_over(pages, found.pages.size, published.pages))
+            port.free(left_over(own, published.pages[found.pages.size - published.first :]))
             cache.unlock(receipt)
 
         self._timed("finish", finish)
@@ -320,13 +320,12 @@ def reserve(allocator: PagedTokenToKVPoolAllocator, num_pages: int) -> np.ndarra
     return allocator.allocate(num_pages)
 
 
-def left_over(pages: np.ndarray, num_matched: int, published: np.ndarray) -> np.ndarray:
-    """The request's own pages that the cache did not adopt: where the cache had others, and the tail."""
-    tail = pages[max(num_matched, published.size) :]
-    own, cached = pages[num_matched : published.size], published[num_matched:]
-    if own.tobytes() == cached.tobytes():  # as bytes, which is quicker than `!=`
+def left_over(own: np.ndarray, cached: np.ndarray) -> np.ndarray:
+    """Of pages that a request published, those that the cache did not adopt: where it had others, and the tail."""
+    given, tail = own[: cached.size], own[cached.size :]
+    if given.tobytes() == cached.tobytes():  # as bytes, which is quicker than `!=`
         return tail
-    return np.concatenate([own[own != cached], tail])
+    return np.concatenate([given[given != cached], tail])
 
 
 def _once_us(call: Callable[[], object]) -> float:
