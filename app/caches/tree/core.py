@@ -98,8 +98,8 @@ class TreeCore(TreeStructure):
         before, node = self.receipts.held_by(receipt), found.node
         if node is before:
             return
-        self._require_there(found)
         _require_below(node, before)
+        self._require_there(found)
         for component in self.components:
             component.isolate(node, self.split)
         self.pin(node)
@@ -253,9 +253,12 @@ class TreeCore(TreeStructure):
         return runs
 
 
-def _require_below(node: TreeNode, above: TreeNode | None) -> None:
-    at: TreeNode | None = node
-    while at is not None and above is not None and at.end > above.end:
+def _require_below(node: TreeNode | None, above: TreeNode | None) -> None:
+    if above is None:
+        return
+    at = node
+    while at is not None and at.end > above.end:
         at = at.parent
-    if above is not None and at is not above:
-        raise ValueError(f"a prefix of {node.end} tokens does not continue the {above.end} that the receipt keeps")
+    if at is not above:
+        end = 0 if node is None else node.end
+        raise ValueError(f"a prefix of {end} tokens does not continue the {above.end} that the receipt keeps")

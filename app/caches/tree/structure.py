@@ -134,6 +134,7 @@ class TreeStructure:
         return leaf
 
     def pin(self, node: TreeNode) -> None:
+        """One more receipt on a node. Stops at the first ancestor that is locked already."""
         while node.parent is not None:
             node.lock_ref += 1
             if node.lock_ref > 1:
@@ -144,6 +145,7 @@ class TreeStructure:
             node = node.parent
 
     def unpin(self, node: TreeNode) -> None:
+        """One less; what becomes unlocked was just used."""
         now = self.clock()
         while node.parent is not None:
             node.lock_ref -= 1

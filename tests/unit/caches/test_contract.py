@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from app.caches.base import BasePrefixCache
+from app.caches.base import NOTHING_PUBLISHED, BasePrefixCache
 from app.caches.builtin import load_builtin_caches
 from app.caches.registry import default_registry
 from app.config.model_config import Component
@@ -284,8 +284,9 @@ def test_what_does_not_go_on_from_the_lock_is_refused_and_changes_nothing(new_ri
     for key in (key_of([*range(15), 9, 9, 9, 9, 9]), key_of(range(20), Namespace(salt="a"))):
         with pytest.raises(OwnershipError, match="locked under other tokens"):
             rig.cache.insert(key, own, own, after=receipt)
-    with pytest.raises(ValueError, match="does not continue the 16 that the receipt keeps"):
-        rig.cache.relock(receipt, other)
+    for result in (other, NOTHING_PUBLISHED):
+        with pytest.raises(ValueError, match="does not continue the 16 that the receipt keeps"):
+            rig.cache.relock(receipt, result)
     assert sizes(rig.cache) == before
     nothing_more = rig.cache.insert(key_of(range(16)), own, own, after=receipt)
     assert (nothing_more.num_tokens, nothing_more.first, nothing_more.pages.size) == (16, 4, 0)
