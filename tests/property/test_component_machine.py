@@ -204,7 +204,7 @@ class ComponentMachine(RuleBasedStateMachine):
             assert not result.state_adopted
         else:
             before = self.model.present(namespace, path)
-            expected = self.model.publish(namespace, path, pages.tolist(), window.tolist(), state)
+            expected = self.model.publish(namespace, path, pages.tolist(), window.tolist(), state, first)
             assert (result.num_tokens, result.first) == (len(expected.pages) * PAGE_SIZE, first)
             assert result.pages.tolist() == expected.pages[first:]
             assert result.window_pages.tolist() == expected.window[first:]

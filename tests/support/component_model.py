@@ -88,7 +88,10 @@ class ComponentModel(ListModel):
         self._touch(namespace, found)
         return self._refresh(namespace, found)
 
-    def publish(self, namespace: Namespace, path: Path, pages: list[int], window: list[int], state: int) -> Outcome:
+    def publish(
+        self, namespace: Namespace, path: Path, pages: list[int], window: list[int], state: int, locked: int = 0
+    ) -> Outcome:
+        """locked: leading pages that the caller has locked."""
         given_from = self._given_from(path, window)
         whole = len(path)
         count = self.longest_publication(namespace, path, window, state)
@@ -115,7 +118,7 @@ class ComponentModel(ListModel):
                 self.snapshots[end] = state
                 self.snapshots_oldest_first.append(end)
                 adopted = True
-        if there < count:
+        if locked < there < count:
             self._touch(namespace, path[:there])  # another prefix began alike: so may a third
         self._touch(namespace, path)
         found = self._refresh(namespace, path)

@@ -159,7 +159,7 @@ class TreeCore(TreeStructure):
                 return InsertResult(first * self.page_size, NO_PAGES, locked, (), first)
         node, end, partial, shared = place
         present = end // self.page_bytes + shared
-        adopted = np.array(pages[present:count], np.int32)
+        adopted = pages[present:count].astype(np.int32)
         for offer in offers:
             offer.refuse(partial or node, present, count)
         if adopted.size:
@@ -179,7 +179,7 @@ class TreeCore(TreeStructure):
             node = self.attach(node, raw[begin * self.page_bytes : count * self.page_bytes], adopted, key.priority)
         for offer in offers:
             offer.adopt(node, self.split)
-        if before is not node:
+        if before is not node and before is not locked:
             for component in self.components:
                 component.touch(before)  # where two prefixes part a third may part too
         runs = self._refresh(node, above, 0)

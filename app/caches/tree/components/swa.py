@@ -167,7 +167,7 @@ class WindowOffer:
         page_size, parts = component.page_size, component.parts
         assert self._wanted is not None
         component.owned.adopt(self._wanted)
-        taken = np.array(self._pages[first:], np.int32)  # the caller goes on to write to its own
+        taken = self._pages[first:].astype(np.int32)  # the caller goes on to write to its own
         for at in upwards(node, first * page_size):
             if at in parts:
                 continue
