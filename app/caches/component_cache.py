@@ -134,7 +134,9 @@ class ComponentCache(RadixCache):
         if self._window is not None:
             if window_pages.size < num_pages:
                 raise ValueError(f"{window_pages.size} window pages for a key of {num_pages} whole pages")
-            offers.append(self._window.offer(window_pages[:num_pages], first))
+            # A match leaves a token to compute, and ends where there is a snapshot.
+            match_end = num_pages if rest or self._states is not None else num_pages - 1
+            offers.append(self._window.offer(window_pages[:num_pages], first, match_end))
         if self._states is not None:
             if state and rest:
                 raise ValueError(f"snapshot {state} of {key.num_tokens} tokens, which are not whole pages")

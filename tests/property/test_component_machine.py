@@ -79,8 +79,8 @@ class ComponentMachine(RuleBasedStateMachine):
         """Insert and compare, and free what was not adopted. -> the result."""
         path = self.model.cut(tokens)
         before = self.model.present(namespace, path)
-        expected = self.model.publish(namespace, path, pages.tolist(), window[: len(path)].tolist(), state)
         whole = tokens[: len(path) * PAGE_SIZE] if state else tokens
+        expected = self.model.publish(namespace, path, len(whole), pages.tolist(), window[: len(path)].tolist(), state)
         result = self.cache.insert(key_of(whole, namespace), pages, window, state)
         assert result.pages.tolist() == expected.pages
         assert result.num_tokens == PAGE_SIZE * len(expected.pages)
@@ -204,7 +204,7 @@ class ComponentMachine(RuleBasedStateMachine):
             assert not result.state_adopted
         else:
             before = self.model.present(namespace, path)
-            expected = self.model.publish(namespace, path, pages.tolist(), window.tolist(), state, first)
+            expected = self.model.publish(namespace, path, len(whole), pages.tolist(), window.tolist(), state, first)
             assert (result.num_tokens, result.first) == (len(expected.pages) * PAGE_SIZE, first)
             assert result.pages.tolist() == expected.pages[first:]
             assert result.window_pages.tolist() == expected.window[first:]

@@ -89,9 +89,16 @@ class ComponentModel(ListModel):
         return self._refresh(namespace, found)
 
     def publish(
-        self, namespace: Namespace, path: Path, pages: list[int], window: list[int], state: int, locked: int = 0
+        self,
+        namespace: Namespace,
+        path: Path,
+        num_tokens: int,
+        pages: list[int],
+        window: list[int],
+        state: int,
+        locked: int = 0,
     ) -> Outcome:
-        """locked: leading pages that the caller has locked."""
+        """num_tokens: of the key, whose whole pages are `path`. locked: leading pages that the caller has locked."""
         given_from = self._given_from(path, window)
         whole = len(path)
         count = self.longest_publication(namespace, path, window, state)
@@ -99,7 +106,8 @@ class ComponentModel(ListModel):
         there = self.present(namespace, path)
         self._split_with_parts(namespace, path[:there])
         if there < count:
-            begin = max(there, self._needed(count).start) if self.window is not None else there
+            again = whole if self.has_states else (num_tokens - 1) // self.page_size  # where the same key would match
+            begin = max(there, self._needed(min(count, again)).start) if self.window is not None else there
             for first, end in ((there, begin), (begin, count)):
                 if first < end:
                     leaf = ListNode(namespace, path[:end], first, pages[first:end])

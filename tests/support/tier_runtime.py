@@ -329,7 +329,8 @@ class TierRig:
         pages = np.concatenate([found.pages, own.pages])
         windows = np.concatenate([found.window_pages, own.window_pages])
         state = int(own.states[0]) if self.has_states else 0
-        result = self.cache.insert(key.head(num_pages * self.page_size), pages, windows, state)
+        published = key.head(num_pages * self.page_size) if state else key
+        result = self.cache.insert(published, pages, windows, state)
         kept = PageIds(result.pages, result.window_pages, own.states if result.state_adopted else own.states[:0])
         self._free(PageIds(*(mine[~np.isin(mine, theirs)] for mine, theirs in zip(own, kept, strict=True))))
         self.cache.unlock(receipt)

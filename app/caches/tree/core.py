@@ -170,8 +170,8 @@ class TreeCore(TreeStructure):
         before = node
         if adopted.size:
             begin = present
-            for component in self.components:
-                cut = component.front(begin, count)
+            for offer in offers:
+                cut = offer.front(begin, count)
                 if cut > begin:
                     edge = raw[begin * self.page_bytes : cut * self.page_bytes]
                     node = self.attach(node, edge, adopted[: cut - begin], key.priority)

@@ -46,7 +46,8 @@ def window_sizes(rig: CacheRig) -> tuple[int, int]:
 
 def publish(rig: CacheRig, tokens: object, *, first_window_page: int = 0) -> InsertResult:
     """A request that still has its window pages from that page on, published, and ended."""
-    key = key_of(tokens)
+    more = [999] if rig.page_size > 1 else []  # than whole pages: a match of the same tokens ends where this does
+    key = key_of([*tokens, *more])
     own = rig.take(len(key) // rig.page_size)
     result = rig.publish_once(key, own, first_window_page=first_window_page)
     rig.free_what_was_not_adopted(own, result)
@@ -325,6 +326,20 @@ def test_window_pages_in_front_of_the_callers_lock_are_not_taken(rig: CacheRig) 
     rig.check(held_by_requests=own[:6])
     rig.cache.unlock(rig.cache.relock(receipt, result))
     rig.allocator.port.free(own[:6])
+
+
+def test_a_prompt_of_whole_pages_keeps_what_the_same_prompt_will_match(rig: CacheRig) -> None:
+    """A match leaves a token to compute, so here it ends a page before the prompt does, and needs one more in front."""
+    # given, of six pages, a match that will need the fourth and fifth
+    own = rig.take(6)
+    rig.free_what_was_not_adopted(own, rig.publish_once(key_of(range(24)), own))
+
+    # when all that no prefix needed leaves
+    rig.cache.evict_window(1)
+
+    # then
+    assert window_sizes(rig) == (3, 0)
+    assert (rig.matched(range(24)), rig.matched(range(25))) == (20, 24)
 
 
 @pytest.mark.parametrize(("first_window_page", "published"), [(4, 24), (5, 0), (6, 0)])

@@ -53,6 +53,13 @@ class Offer(Judge, Protocol):
         """
         ...
 
+    def front(self, first: int, end: int) -> int:
+        """Where new pages first .. end - 1 of one path are best divided, so that a lock of it keeps little more.
+
+        -> a page index; `first` if they are best kept in one node.
+        """
+        ...
+
     def adopt(self, node: TreeNode, split: Split) -> None:
         """Give the nodes of the path that ends at `node` the parts that they lack. May split one of them."""
         ...
@@ -127,13 +134,6 @@ class TreeComponent(ABC):
         """Whether what `found` names, and its prefix needs, is all there, and is the same. Its node is in the tree."""
 
     # -- what a lock holds ----------------------------------------------------------------------------------------
-
-    def front(self, first: int, end: int) -> int:
-        """Where new pages first .. end - 1 of one path are best divided: `isolate` would split a node of them there.
-
-        -> a page index; `first` if they are best kept in one node.
-        """
-        return first
 
     def isolate(self, node: TreeNode, split: Split) -> None:  # noqa: B027  most parts cannot be divided
         """Split a node, so that `lock` holds little more than the prefix that ends at `node` needs."""

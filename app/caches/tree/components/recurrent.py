@@ -89,6 +89,9 @@ class StateOffer:
         if self._state:
             self._wanted = self._component.owned.adoptable(np.array([self._state], np.int32))
 
+    def front(self, first: int, end: int) -> int:
+        return first
+
     def adopt(self, node: TreeNode, split: Split) -> None:
         if self._state and node.end == self._num_tokens and node not in self._component.parts:
             self._component.owned.adopt(self._wanted)

@@ -60,9 +60,6 @@ class WindowComponent(TreeComponent):
             at = at.parent
         return end
 
-    def front(self, first: int, end: int) -> int:
-        return max(first, first_needed_page(end * self.page_size, self.window, self.page_size))
-
     def isolate(self, node: TreeNode, split: Split) -> None:
         """Where the window begins far inside a node. Nearer to its front a split would hold back less than it costs:
         windows that begin all over a shared prefix would shatter it.
@@ -71,8 +68,8 @@ class WindowComponent(TreeComponent):
         if not path:
             return
         first, end = path[-1].start // self.page_size, node.end // self.page_size
-        before = self.front(first, end) - first
-        if before and before >= end - first - before:
+        before = self.first_needed(end) - first
+        if before > 0 and before >= end - first - before:
             split(path[-1], before)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -115,17 +112,22 @@ class WindowComponent(TreeComponent):
             if part.ids.size != node.pages.size:
                 yield f"a node of {node.pages.size} pages has {part.ids.size} window pages"
 
-    def offer(self, pages: np.ndarray, first_own: int) -> WindowOffer:
+    def offer(self, pages: np.ndarray, first_own: int, match_end: int) -> WindowOffer:
         """`pages`: (n,) int32 of the caller's window pages for a prefix; 0 for the first ones, which it has no more.
 
-        first_own: those before this index are not the caller's to give. ValueError for a gap after its first page.
+        first_own: those before this index are not the caller's to give. match_end: the page index at which a match of
+        the same tokens would end. ValueError for a gap after its first page.
         """
         first = pages.size - int(np.count_nonzero(pages))
         if first and np.count_nonzero(pages[first:]) != pages.size - first:
             given = np.flatnonzero(pages)
             gaps = pages.size - int(given[0]) - given.size
             raise ValueError(f"window_pages has {gaps} zeros after its first page")
-        return WindowOffer(self, pages, max(first, first_own))
+        return WindowOffer(self, pages, max(first, first_own), match_end)
+
+    def first_needed(self, end: int) -> int:
+        """The index of the first page that a prefix of `end` pages needs."""
+        return first_needed_page(end * self.page_size, self.window, self.page_size)
 
     def _needed(self, node: TreeNode) -> np.ndarray:
         """(n,) int32: the window pages that the prefix ending at `node` needs, which are all there."""
@@ -133,20 +135,21 @@ class WindowComponent(TreeComponent):
         runs.reverse()
         pages = joined(runs)
         end = node.end
-        count = end // self.page_size - first_needed_page(end, self.window, self.page_size)
+        count = end // self.page_size - self.first_needed(end // self.page_size)
         return pages[pages.size - count :]
 
 
 class WindowOffer:
     """The window pages that an insert brings, of which the tree takes those of its tombstones."""
 
-    __slots__ = ("_component", "_first", "_pages", "_wanted")
+    __slots__ = ("_component", "_first", "_match_end", "_pages", "_wanted")
 
-    def __init__(self, component: WindowComponent, pages: np.ndarray, first: int) -> None:
+    def __init__(self, component: WindowComponent, pages: np.ndarray, first: int, match_end: int) -> None:
         """`pages`: (n,) int32, by page index; there are none before `first`."""
         self._component = component
         self._pages = pages
         self._first = first
+        self._match_end = match_end
         self._wanted: np.ndarray | None = None  # what `refuse` found to be adoptable
 
     def longest(self, node: TreeNode, present: int, end: int) -> int:
@@ -161,6 +164,10 @@ class WindowOffer:
                 begin, end = at.start // page_size, min(at.end // page_size, present)
                 wanted.append(pages[max(begin, first) : end])
         self._wanted = component.owned.adoptable_once(joined(wanted))
+
+    def front(self, first: int, end: int) -> int:
+        """In front of what a match of the same tokens needs: it may end a page earlier, and need one more before."""
+        return max(first, self._component.first_needed(min(end, self._match_end)))
 
     def adopt(self, node: TreeNode, split: Split) -> None:
         component, first = self._component, self._first

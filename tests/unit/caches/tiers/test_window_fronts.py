@@ -12,7 +12,7 @@ def test_a_front_that_nobody_needed_is_not_copied_when_it_goes_and_the_end_is() 
     rig = TierRig(
         components=frozenset({Component.FULL, Component.SWA}), settings=TierSettings(write_policy="write_back")
     )
-    rig.serve(range(16))
+    rig.serve(range(17))
     assert rig.cache.evictable_window_pages == 8
 
     # when the windows in front go
@@ -38,7 +38,7 @@ def test_a_front_whose_end_has_left_is_copied_before_it_goes_with_its_pages() ->
     rig = TierRig(
         components=frozenset({Component.FULL, Component.SWA}), settings=TierSettings(write_policy="write_back")
     )
-    rig.serve(range(16))
+    rig.serve(range(17))
     rig.cache.evict(2)
     rig.drain()
     rig.tiers.flush()
