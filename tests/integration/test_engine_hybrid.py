@@ -171,7 +171,7 @@ def test_mixed_arrivals_over_any_small_window_pool_never_stall(num_pages: int) -
 def test_a_tree_runs_as_many_rows_at_once_as_no_tree(max_total_tokens: int, more_steps: int) -> None:
     """Prompts of one to two windows, short answers, nothing shared, in pools that they fill.
 
-    What publishing keeps of a prompt is its window and no more, and an answer reserves no window that it cannot reach.
+    An answer reserves no window pages that it cannot reach.
     """
     num_steps = {}
     for cache_type in CACHES:

@@ -328,6 +328,14 @@ def test_window_pages_in_front_of_the_callers_lock_are_not_taken(rig: CacheRig) 
     rig.allocator.port.free(own[:6])
 
 
+@pytest.mark.parametrize("num_pages", range(1, 9))
+def test_a_lock_of_what_was_published_keeps_its_window_and_no_more(rig: CacheRig, num_pages: int) -> None:
+    result = publish(rig, range(num_pages * PAGE))
+    receipt = rig.cache.lock(result)
+    assert rig.cache.protected_window_pages == min(num_pages, 2)
+    rig.cache.unlock(receipt)
+
+
 def test_a_prompt_of_whole_pages_keeps_what_the_same_prompt_will_match(rig: CacheRig) -> None:
     """A match leaves a token to compute, so here it ends a page before the prompt does, and needs one more in front."""
     # given, of six pages, a match that will need the fourth and fifth
