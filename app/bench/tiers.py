@@ -15,7 +15,7 @@ import numpy as np
 
 from app.bench.instant_runtime import InstantRuntime, InstantStorage
 from app.bench.trace import TraceRequest, read_mooncake_trace, working_set_tokens
-from app.bench.tree import IDENTITY, TraceReplay, deps_of, make_cache
+from app.bench.tree import IDENTITY, TraceReplay, deps_of, left_over, make_cache
 from app.caches.base import MatchResult
 from app.caches.tiers.ports import TierParts
 from app.caches.unified_radix_cache import UnifiedRadixCache
@@ -87,9 +87,8 @@ class TierReplay(TraceReplay):
             self._timed("evict", lambda: cache.evict(shortfall))
         own = self._timed("plan", lambda: self.runtime.reserve(need))
         pages = np.concatenate([found.pages, own])
-        published = self._timed("insert", lambda: cache.insert(settled_key, pages))
-        kept = published.pages
-        port.free(np.concatenate([pages[: kept.size][pages[: kept.size] != kept], pages[kept.size :]]))
+        published = self._timed("insert", lambda: cache.insert(settled_key, pages, after=receipt))
+        port.free(left_over(own, published.pages[found.pages.size - published.first :]))
         cache.unlock(receipt)
         self._timed("drain", self.runtime.drain)
         return found.num_tokens

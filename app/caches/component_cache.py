@@ -87,10 +87,10 @@ class ComponentCache(RadixCache):
         OwnershipError, and no change, if anything to adopt, of whichever pool, is cached already under other tokens.
         ValueError for too few window pages, for a gap in them, or for a snapshot of a key that ends within a page.
         """
+        if not self._pools:
+            return super().insert(key, pages, after=after)
         tree = self._tree()
         locked = tree.receipts.held_by(after) if after else None
-        if not self._pools:
-            return tree.insert(key, pages, (), locked)
         first = locked.end // self.page_size if locked else 0
         return tree.insert(key, pages, self._offers(key, window_pages, first, state), locked)
 
