@@ -72,7 +72,7 @@ test: $(TEST_DEPS) ## run the tests, without those marked slow
 	$(QUICK) $(BIN)/python -m pytest -m "$(EVERY_TEST) and not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(TEST_DEPS) ## run every test, the suites that need a browser and the like included
-	$(BIN)/python -m pytest -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --timeout=1200 -m "$(EVERY_TEST)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(MAKE) test-browser test-aiperf test-mooncake test-tpu
 
 test-browser: $(TEST_DEPS) $(STAMPS)/browser ## run the tests of the page; they need Chromium on the PATH
@@ -93,7 +93,7 @@ test-tpu: ## compile the step programs for TPUs that are not there, and check th
 	$(TPU_VENV)/bin/python -m pytest -m "$(TPU_TESTS)" -n $(WORKERS) $(ARGS) tests/tpu
 
 test-tpu-full: ## the same for every program on every TPU; writes docs/tpu-programs.md
-	@$(MAKE) --no-print-directory test-tpu TPU_TESTS=tpu
+	@$(MAKE) --no-print-directory test-tpu TPU_TESTS=tpu ARGS='--timeout=1200 $(ARGS)'
 	@test ! -e $(TPU_VENV)/.stamp || $(TPU_VENV)/bin/python -m tests.support.tpu_table docs/tpu-programs.md
 
 lint: $(STAMPS)/dev $(STAMPS)/bench $(APP_DEPS) ## check style, types and the direction of imports

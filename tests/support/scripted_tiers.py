@@ -248,6 +248,10 @@ class ScriptedCopies:
             self.waits.append(plan.transfers.wait_s)
         return ScriptedStep(self._execute(prepared), self)
 
+    def land_after(self, steps: int) -> None:
+        """What moves now lands after so many more completions, the oldest of it."""
+        self.steps_to_land = max(self._ages.values(), default=0) + steps
+
     def take_ends(self, completion: BatchCompletion) -> tuple[TransferEnd, ...]:
         """A completion was read: what has ended with it. Contents are written before that is told."""
         ends = []
