@@ -224,7 +224,10 @@ class TransferMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.unread)
     def read(self) -> None:
-        self._take(self.unread.pop(0).wait())
+        completion = self.unread.pop(0).wait()
+        self._take(completion)
+        if completion.failure is not None:
+            self._read_all()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class TransferMachine(RuleBasedStateMachine):
     # -- in words of the model ---------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        """A step lost the pool when it was dispatched: control reads what is in flight, and plans nothing before."""
+        """A step lost the pool, dispatched or read: control reads what is in flight, and plans nothing before."""
         while self.unread:
             self._take(self.unread.pop(0).wait())
         assert self.rig.runtime.identity == self.identity
@@ -310,7 +313,8 @@ class TransferMachine(RuleBasedStateMachine):
     def _take(self, completion: BatchCompletion) -> None:
         self.rig.note(completion)
         if completion.failure is not None:
-            assert completion.identity == self.rig.runtime.identity != self.identity
+            assert completion.identity == self.rig.runtime.identity
+            assert completion.identity.generation - self.identity.generation in (0, 1)  # 0: the one after it, lost too
             self.identity = completion.identity
             self.content, self.device = [{}, {}, {}], [set(), set(), set()]
             self.prepared.clear()

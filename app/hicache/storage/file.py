@@ -13,7 +13,7 @@ import errno
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from app.errors import ConfigError, IntegrityError
@@ -235,38 +235,43 @@ class FileStorage:
     def _make_room(self, totals: Totals, num_bytes: int, keep: PageKey | None) -> bool:
         """Evict, oldest first, until `num_bytes` more fit. -> whether they do. Never takes `keep`."""
         is_counted = False
+        passed_over = {keep}
         while totals.num_bytes + num_bytes > self._capacity_bytes:
-            key = self._oldest(keep)
+            key = self._oldest(passed_over)
             if key is not None:
-                self._evict(totals, key)
+                if not self._evict(totals, key):
+                    passed_over.add(key)
             elif is_counted:
                 return False
             else:
-                # The others' values are not known here, or those that we know cannot be removed.
+                # The others' values are not known here.
                 self._count_anew(totals)
                 is_counted = True
         return True
 
-    def _oldest(self, keep: PageKey | None) -> PageKey | None:
+    def _oldest(self, passed_over: Set[PageKey | None]) -> PageKey | None:
         with self._lock:
-            return next((key for key in self._sizes if key != keep), None)
+            return next((key for key in self._sizes if key not in passed_over), None)
 
-    def _evict(self, totals: Totals, key: PageKey) -> None:
-        """Remove one value. One that cannot be removed is forgotten until the folder is counted again."""
+    def _evict(self, totals: Totals, key: PageKey) -> bool:
+        """Remove one value. -> whether it is gone; one that cannot be removed has its turn again after all others."""
         path = value_path(self._root, key)
         num_bytes = self._size_now(key, path)
         self._forget(key)  # before it is gone, so that a reader that misses it is not surprised
         if num_bytes is None:
-            return
+            return True
         try:
             self._disk.remove(path)
         except FileNotFoundError:
             with self._lock:
                 self._num_surprises += 1
         except OSError:
-            return
+            with self._lock:
+                self._sizes[key] = num_bytes
+            return False
         else:
             self._removed(totals, num_bytes)
+        return True
 
     def _removed(self, totals: Totals, num_bytes: int) -> None:
         totals.removed(num_bytes)

@@ -433,6 +433,34 @@ def test_what_cannot_be_evicted_is_passed_over(opened: Opening, folder: Path) ->
     assert storage.usage() == real(folder) == (QUOTA, 10)
 
 
+def test_what_could_not_be_evicted_goes_after_all_others(opened: Opening, folder: Path) -> None:
+    disk = FaultyDisk()
+    storage = opened(disk=disk)
+    put(storage, *range(10))
+    disk.fail_next("remove", errno.EACCES)
+    put(storage, 10)
+
+    put(storage, *range(11, 19))
+    assert {entry.key for entry in entries(folder)} == {key(number) for number in (0, *range(10, 19))}
+    put(storage, 19)
+
+    assert there(storage, *range(20)) == [*range(10, 20)]
+    assert storage.usage() == real(folder) == (QUOTA, 10)
+
+
+def test_what_could_not_be_evicted_is_missed_when_somebody_removes_it(opened: Opening, folder: Path) -> None:
+    disk = FaultyDisk()
+    storage = opened(disk=disk)
+    put(storage, *range(10))
+    disk.fail_next("remove", errno.EACCES)
+    put(storage, 10)
+    value_path(folder, key(0)).unlink()
+
+    assert there(storage, 0) == []
+
+    assert storage.usage() == real(folder) == (QUOTA - SIZE, 9)
+
+
 def test_where_nothing_can_be_evicted_the_value_is_refused(opened: Opening, folder: Path) -> None:
     disk = FaultyDisk()
     storage = opened(disk=disk)
