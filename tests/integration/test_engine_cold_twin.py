@@ -48,8 +48,11 @@ def random_rounds(engine: Engine, seed: int, *, rounds: int) -> None:
     namespaces = [Namespace(), Namespace(), Namespace(salt="other")]
     for _ in range(rounds):
         if rng.random() < 0.4:
-            prompt = random_prompt(rng, stems)[: engine.context_length - 1]
-            engine.add(prompt, namespace=namespaces[rng.integers(3)], **random_sampling(rng, prompt))
+            asked = {"prompt": random_prompt(rng, stems), "namespace": namespaces[rng.integers(3)]}
+            if engine.outputs and rng.random() < 0.4:
+                asked = next_turn(rng, engine)
+            prompt = asked["prompt"][: engine.context_length - 1]
+            engine.add(prompt, namespace=asked["namespace"], **random_sampling(rng, prompt))
         if rng.random() < 0.06 and engine.requests:
             engine.scheduler.abort(f"r{rng.integers(len(engine.requests))}")
         if rng.random() < 0.03:
@@ -63,6 +66,15 @@ def random_rounds(engine: Engine, seed: int, *, rounds: int) -> None:
             engine.poison_free_pages()
         engine.step()
         engine.runtime.check_integrity()
+
+
+def next_turn(rng: np.random.Generator, engine: Engine) -> dict[str, Any]:
+    """A request that was answered, asked again, or a message after the answer."""
+    request_id = list(engine.outputs)[rng.integers(len(engine.outputs))]
+    request, answer = engine.requests[request_id], engine.outputs[request_id].token_ids
+    message = rng.integers(0, 256, int(rng.integers(0, 6))).astype(np.int32)
+    rest = [np.array(answer, np.int32), message] if rng.integers(3) else []
+    return {"prompt": np.concatenate([request.prompt_token_ids, *rest]), "namespace": request.namespace}
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one at a time"])
@@ -95,6 +107,38 @@ def test_random_workloads_answer_as_their_cold_twins(
 
     assert retractions > 0
     assert (cached > 0) == (cache_type != "chunk_cache")
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one at a time"])
+@pytest.mark.parametrize(
+    ("page_size", "window", "recurrent"),
+    [(1, 5, False), (4, 9, False), (4, 16, False), (4, None, True), (16, None, True), (4, 6, True)],
+)
+def test_so_they_do_with_windows_and_states(
+    engine: OpenEngine, page_size: int, window: int | None, recurrent: bool, overlap: bool
+) -> None:
+    cached = 0
+    for seed, chunk in enumerate((5 * page_size, 40)):
+        opened = engine(
+            page_size=page_size,
+            window=window,
+            recurrent=recurrent,
+            cache_type="unified_radix_cache",
+            disable_overlap=not overlap,
+            chunked_prefill_size=chunk,
+            max_total_tokens=POOLS[16],
+            schedule_policy=("fcfs", "lpm")[seed % 2],
+            **({"recurrent_track_interval": max(8, page_size), "max_recurrent_snapshots": 9} if recurrent else {}),
+        )
+
+        random_rounds(opened, seed, rounds=70)
+        opened.drain()
+
+        opened.check_replies()
+        opened.check_idle()
+        cached += sum(output.cached_tokens for output in opened.outputs.values())
+
+    assert cached > 0
 
 
 def test_an_engine_that_serves_one_at_a_time_is_the_cold_twin(engine: OpenEngine) -> None:
