@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from app.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1
+# Far beyond what changes anything, and such that no logit becomes infinite or not a number in float32.
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +38,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         limits: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
-            ("temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("temperature", 0.0 <= self.temperature <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:.0f}"),
             ("top_p", 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "1 or more, or -1 for all"),
+            ("top_k", self.top_k == -1 or 1 <= self.top_k <= MAX_TOP_K, f"1 to {MAX_TOP_K}, or -1 for all"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "more than 0"),
+            (
+                "repetition_penalty",
+                MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+                f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:.0f}",
+            ),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens ({self.max_tokens})"),
             ("stop", all(self.stop), "strings of at least one character"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from app.config.server_args import MAX_GB
-from app.core.sampling import MAX_LOGPROBS
+from app.core.sampling import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from app.server.openai_errors import invalid_request, not_allowed
 
 MAX_CHOICES = 128
@@ -57,7 +57,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both generating routes take, named and meant as by OpenAI, vLLM and SGLang."""
 
     model: str
-    temperature: Annotated[float, Meta(ge=0, description="0 always takes the likeliest token.")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="0 always takes the likeliest token.")] = (
+        1.0
+    )
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT, description="-1 and 0 are all tokens.")] = -1
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -69,7 +71,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     logit_bias: LogitBias = {}
     skip_special_tokens: bool = True
     stream: bool = False

@@ -127,6 +127,46 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     assert seen.tolist() == [3, 7, 9]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-45, 5e-324])
+@pytest.mark.parametrize("choice", [Choice.SAMPLE, Choice.FILTERED])
+def test_the_smallest_temperatures_are_as_good_as_greedy(choice: Choice, temperature: float) -> None:
+    logits = random_logits(8)
+    rows = rows_of(*[SamplingParams(temperature=temperature, top_p=5e-324, seed=seed) for seed in range(8)])
+
+    chosen = sample(logits, rows, None, variant=SamplingVariant(choice)).token_ids
+
+    assert chosen.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e6])
+@pytest.mark.parametrize("repetition", [1e-3, 1e3])
+def test_the_outermost_parameters_leave_numbers_that_can_be_drawn_from(repetition: float, temperature: float) -> None:
+    """Nothing becomes infinite or not a number: then no token would be drawn, or always the same."""
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=repetition, frequency_penalty=2.0, logit_bias={5: 100.0, 6: -100.0}
+    )
+    logits = np.concatenate([random_logits(7), np.zeros((1, VOCAB), np.float32)]) * 50
+    tables = PenaltyTables(8, VOCAB, make_mesh(1, "cpu"))
+    known = np.arange(0, VOCAB, 2, dtype=np.int32)
+    for slot in range(8):
+        tables.set_row(slot, *penalty_row(known, known.size // 2, params.logit_bias, VOCAB))
+    bias = np.zeros(VOCAB, np.float32)
+    bias[[5, 6]] = 100, -100
+    biased = logits.astype(np.float64) + bias
+    seen, counts = np.isin(np.arange(VOCAB), known), np.isin(np.arange(VOCAB), known[known.size // 2 :])
+    expected = np.where(seen, np.where(biased > 0, biased / repetition, biased * repetition), biased) - 2.0 * counts
+
+    penalties = penalties_of(tables, list(range(8)), *[params] * 8)
+    rows = rows_of(*[params] * 8, positions=list(range(8)))
+    chosen = np.asarray(sample(logits, rows, penalties, variant=FILTERED).token_ids)
+
+    assert ((chosen >= 0) & (chosen < VOCAB)).all()
+    if temperature < 1:
+        assert chosen.tolist() == expected.argmax(-1).tolist()
+    else:
+        assert np.unique(chosen).size > 3
+
+
 def test_temperature_zero_is_argmax_in_every_variant() -> None:
     logits = random_logits(2)
     greedy, sampled = SamplingParams(), SamplingParams(temperature=1.0, top_k=3)
