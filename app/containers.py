@@ -88,7 +88,7 @@ class Container(containers.DeclarativeContainer):
     room_check = Once(
         free_memory.RoomCheck,
         args=server_args,
-        pool_bytes=Once(hybrid.pool_bytes, pool_spec, window_spec, state_spec),
+        specs=specs,
         bytes_a_page=bytes_a_page,
         step_bytes=step_bytes,
         mem_fraction=Once(sizing.mem_fraction, server_args, pool_room),

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
-from app.providers.host_sizing import HostSize
+from app.providers import hybrid
+from app.providers.host_sizing import HostSize, Specs
 from app.providers.sizing import host_memory_bytes
 from app.providers.tier_demand import NO_DEMAND, TierDemand
 from app.tpu.mesh import num_nodes_of
@@ -26,7 +27,7 @@ class RoomCheck:
     """Called between loading the weights and allocating the pool. All bytes are over all ranks."""
 
     args: ServerArgs
-    pool_bytes: int
+    specs: Specs  # of the pool's kinds
     bytes_a_page: int  # of a page with all that it needs beside it
     step_bytes: int
     mem_fraction: float  # in effect
@@ -37,9 +38,12 @@ class RoomCheck:
     def __call__(self) -> None:
         """Raises ConfigError, with the numbers, unless what is free holds the pool, a step and the tiers."""
         free = self.free_bytes()
+        pool_bytes = hybrid.pool_bytes(*self.specs)
         tier_bytes = 0 if self.host_size is None else self.host_size.bytes_beside_pool
-        if self.pool_bytes + self.step_bytes + tier_bytes <= free:
+        spare = free - (pool_bytes + self.step_bytes + tier_bytes)
+        if spare >= 0:
             return
+        self._refuse_snapshots(spare, free)
         tokens = self.demand.fitting_pages(free - self.step_bytes, self.bytes_a_page) * self.args.page_size
         tiers = f", the tiers below it {tier_bytes / _GB:.2f} GB" if tier_bytes else ""
         asked = self.args.max_total_tokens
@@ -48,8 +52,23 @@ class RoomCheck:
             field=field,
             value=value,
             allowed=f"less: with the weights loaded {free / _GB:.2f} GB are free, the KV pool takes "
-            f"{self.pool_bytes / _GB:.2f} GB{tiers} and a step {self.step_bytes / _GB:.2f} GB; state "
+            f"{pool_bytes / _GB:.2f} GB{tiers} and a step {self.step_bytes / _GB:.2f} GB; state "
             f"--max-total-tokens, at most {tokens}, or a lower --mem-fraction-static",
+        )
+
+    def _refuse_snapshots(self, spare: int, free: int) -> None:
+        """Where fewer of the snapshots that were asked for would do."""
+        asked, states = self.args.max_recurrent_snapshots, self.specs.states
+        if asked is None or states is None:
+            return
+        fitting = asked + spare // states.held_bytes
+        if fitting < 1:
+            return
+        raise ConfigError(
+            field="--max-recurrent-snapshots",
+            value=asked,
+            allowed=f"at most {fitting}, of {states.held_bytes / _GB:.3f} GB each: with the weights loaded "
+            f"{free / _GB:.2f} GB are free, which the rest of the KV pool and a step need too",
         )
 
 

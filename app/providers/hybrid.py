@@ -11,6 +11,7 @@ from app.config.server_args import ServerArgs
 from app.core.handles import CacheIdentity
 from app.core.ports import PoolSpec, StateSpec, TokenAllocator
 from app.core.sliding_window import pages_seen
+from app.errors import ConfigError
 from app.memory.paged_allocator import PagedTokenToKVPoolAllocator
 from app.memory.state_slots import StateSlots
 from app.memory.window_pages import WindowPagePool
@@ -71,13 +72,23 @@ def window_spec(
 
 
 def state_spec(args: ServerArgs, model: ModelConfig, state: StateSpec | None, num_full_pages: int) -> StateSpec | None:
-    """The pool of states: as asked, else a snapshot for each stretch of the interval that the pages hold."""
+    """The pool of states: as asked, else a snapshot for each stretch of the interval that the pages hold.
+
+    ConfigError for more than could ever be in use.
+    """
     interval = snapshot_interval(args, model)
     if state is None or interval is None:
         return None
     num_snapshots = args.max_recurrent_snapshots
     if num_snapshots is None:
         num_snapshots = num_full_pages * args.page_size // interval + args.max_running_requests
+    most = num_full_pages + 2 * args.max_running_requests
+    if num_snapshots > most:
+        raise ConfigError(
+            field="--max-recurrent-snapshots",
+            value=num_snapshots,
+            allowed=f"at most {most}: one for each page of the KV pool, and two for each running request",
+        )
     return replace(state, num_snapshots=num_snapshots)
 
 

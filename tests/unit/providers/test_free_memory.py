@@ -11,9 +11,10 @@ from pytest_mock import MockerFixture
 
 from app.config.server_args import ServerArgs
 from app.errors import ConfigError
-from app.providers import free_memory
+from app.providers import free_memory, hybrid
 from app.providers.step_memory import penalty_table_bytes, step_bytes
 from app.providers.testing import overridden
+from app.tpu.cpu_fake import fake_model_config
 from app.tpu.mesh import make_mesh
 from tests.support.engine import server_args
 from tests.support.tiny_llama import files_of, tiny_llama
@@ -50,6 +51,37 @@ def test_a_pool_that_was_asked_for_and_does_not_fit_is_refused_with_the_numbers(
 def test_a_pool_of_the_default_size_that_does_not_fit_names_the_part_of_the_memory() -> None:
     with pytest.raises(ConfigError, match=r"--mem-fraction-static=0\.7 is not allowed: less: with the weights loaded"):
         opened_with(100, max_total_tokens=None)
+
+
+RECURRENT = fake_model_config(recurrent=True)
+
+
+def test_more_snapshots_than_could_be_in_use_are_refused_before_anything_is_built() -> None:
+    """64 pages, and up to two snapshots for each of 4 requests that no page in the tree has yet."""
+    with overridden(server_args(max_recurrent_snapshots=72), fake=True, model=RECURRENT) as container:
+        assert container.state_allocator().capacity == 72
+    for asked in (73, 2**31 - 1):
+        with overridden(server_args(max_recurrent_snapshots=asked), fake=True, model=RECURRENT) as container:
+            with pytest.raises(ConfigError, match=rf"--max-recurrent-snapshots={asked} is not allowed: at most 72:"):
+                container.state_allocator()
+
+
+def test_snapshots_that_were_asked_for_and_do_not_fit_are_refused_with_how_many_would() -> None:
+    args = server_args(max_recurrent_snapshots=50)
+    with overridden(args, fake=True, model=RECURRENT) as container:
+        states = container.state_spec()
+        needed = hybrid.pool_bytes(*container.specs()) + container.step_bytes()
+
+    def opened_over(free_bytes: int) -> None:
+        free = {"free_bytes": lambda _: providers.Object(lambda: free_bytes)}
+        with overridden(args, fake=True, model=RECURRENT, **free) as container:
+            container.runtime()
+
+    opened_over(needed)
+    with pytest.raises(ConfigError, match=r"--max-recurrent-snapshots=50 is not allowed: at most 46, of "):
+        opened_over(needed - 3 * states.held_bytes - 1)
+    with pytest.raises(ConfigError, match="--max-total-tokens=256 is not allowed"):
+        opened_over(needed - 50 * states.held_bytes)
 
 
 def test_the_weights_are_loaded_and_no_pool_is_allocated_when_it_is_refused() -> None:
