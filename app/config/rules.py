@@ -18,7 +18,8 @@ class Rule(NamedTuple):
 
 
 def text(field: str) -> Rule:
-    return Rule(field, lambda value: isinstance(value, str), "text")
+    """Text that the system takes for a name, which ends at a null character."""
+    return Rule(field, lambda value: isinstance(value, str) and "\0" not in value, "text without null characters")
 
 
 def text_or_none(field: str) -> Rule:

@@ -170,6 +170,7 @@ def test_there_is_nothing_to_clear_without_a_storage(asker: Asker) -> None:
         ({"hicache_storage_backend": ""}, "hicache_storage_backend"),
         ({}, "hicache_storage_backend"),
         ({"hicache_storage_backend": "file"}, "hicache_storage_path"),
+        ({"hicache_storage_backend": "file", "hicache_storage_path": "\0"}, "hicache_storage_path"),
         ({"hicache_storage_backend": "memory", "hicache_storage_size": 0}, "hicache_storage_size"),
         ({"hicache_storage_backend": "memory", "hicache_storage_options": {"a": "b"}}, "hicache_storage_options"),
         ({"hicache_storage_backend": "memory", "hicache_storage_options": {"a": 1}}, "hicache_storage_options"),

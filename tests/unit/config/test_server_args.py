@@ -33,6 +33,8 @@ def test_defaults_are_accepted_and_cannot_be_changed() -> None:
     ("field", "value"),
     [
         ("model_path", None),
+        ("model_path", "model\0"),
+        ("hicache_storage_path", "\0"),
         ("cache_type", 3),
         ("disaggregation_mode", "both"),
         ("page_size", 0),
