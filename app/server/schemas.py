@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from app.config.server_args import MAX_GB
-from app.core.sampling import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
+from app.core.sampling import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MAX_TOP_K, MIN_REPETITION_PENALTY
 from app.server.openai_errors import invalid_request, not_allowed
 
 MAX_CHOICES = 128
@@ -61,7 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         1.0
     )
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT, description="-1 and 0 are all tokens.")] = -1
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K, description="-1 and 0 are all tokens.")] = -1
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description=f"Choices a prompt; at most {MAX_PROMPTS} in all.")] = 1
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

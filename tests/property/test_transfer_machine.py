@@ -224,10 +224,7 @@ class TransferMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.unread)
     def read(self) -> None:
-        completion = self.unread.pop(0).wait()
-        self._take(completion)
-        if completion.failure is not None:
-            self._read_all()
+        self._take(self.unread.pop(0).wait())
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -305,19 +302,29 @@ class TransferMachine(RuleBasedStateMachine):
     # -- in words of the model ---------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        """A step lost the pool, dispatched or read: control reads what is in flight, and plans nothing before."""
+        """A step lost the pool when it was dispatched: control reads what is in flight, and plans nothing before."""
         while self.unread:
             self._take(self.unread.pop(0).wait())
         assert self.rig.runtime.identity == self.identity
 
     def _take(self, completion: BatchCompletion) -> None:
-        self.rig.note(completion)
         if completion.failure is not None:
-            assert completion.identity == self.rig.runtime.identity
-            assert completion.identity.generation - self.identity.generation in (0, 1)  # 0: the one after it, lost too
+            assert completion.identity == self.rig.runtime.identity != self.identity
             self.identity = completion.identity
             self.content, self.device = [{}, {}, {}], [set(), set(), set()]
             self.prepared.clear()
+        self._take_ends(completion)
+        if completion.failure is not None:
+            assert not self.backups
+            assert not self.restores
+            while self.unread:  # what was dispatched behind it is lost with it
+                later = self.unread.pop(0).wait()
+                assert later.failure is not None
+                assert later.identity == self.identity
+                self._take_ends(later)
+
+    def _take_ends(self, completion: BatchCompletion) -> None:
+        self.rig.note(completion)
         for end in completion.transfers:
             if end.number in self.backups:
                 target, values = self.backups.pop(end.number)
@@ -328,9 +335,6 @@ class TransferMachine(RuleBasedStateMachine):
                 self._fetched(end)
             else:
                 self.stores.remove(end.number)
-        if completion.failure is not None:
-            assert not self.backups
-            assert not self.restores
 
     def _restored(self, end: TransferEnd, *, lost: bool) -> None:
         target, values = self.restores.pop(end.number)
