@@ -205,7 +205,8 @@ class Restores:
                 except Exception as error:
                     self._fail(number, restore, error)
                     break
-                restore.pieces.remove(piece)
+                # By identity: pieces are arrays, which == compares page for page.
+                restore.pieces = [each for each in restore.pieces if each is not piece]
                 self._staging.give_back(piece.num_bytes)
         return landed
 

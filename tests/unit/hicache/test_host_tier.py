@@ -144,6 +144,24 @@ def test_a_burst_of_backups_over_a_slow_copier_stays_within_staging() -> None:
         rig.check()
 
 
+def test_pieces_of_a_restore_land_in_any_order() -> None:
+    """The first one is begun while a backup has half of staging, and is over long after the second one."""
+    with opened_tiers(staging_pages=4, copies=partial(SlowCopies, late={1: 3, 2: 40})) as rig:
+        source, other = rig.allocate(4), rig.allocate(2)
+        rig.fill(source, 10)
+        target = rig.backed_up(source)
+        identity = rig.runtime.identity
+
+        rig.move(backups=(rig.backup(other),))
+        restore = rig.restore(target)
+        prepared, _ = rig.move(restores=(restore,))
+        (end,) = rig.until(restore.number)
+
+        assert (end.failure, rig.runtime.identity) == (None, identity)
+        assert rig.device_values(prepared.transfers.restores[0])[0] == [10, 11, 12, 13]
+        rig.check()
+
+
 def test_a_restore_that_waits_for_staging_comes_before_new_backups() -> None:
     with opened_tiers(staging_pages=4, copies=partial(SlowCopies, late={1: 50})) as rig:
         source = rig.allocate(4)
